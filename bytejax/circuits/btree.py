@@ -1,0 +1,119 @@
+"""BTree: latents in a balanced binary tree over the positions."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytejax.circuits.base import Circuit, Observe, Reduce, log_sum_exp, pick, posterior, transition
+
+Region = tuple[int, int]  # positions [start, stop)
+
+
+def halves(region: Region) -> tuple[Region, Region]:
+    """Where a region is split: the left half gets round(size / 2) positions, a tie going to the even size."""
+    start, stop = region
+    middle = start + round((stop - start) / 2)
+    return (start, middle), (middle, stop)
+
+
+def is_leaf(region: Region) -> bool:
+    return region[1] - region[0] == 1
+
+
+@functools.cache
+def inner_levels(window: int) -> tuple[tuple[Region, ...], ...]:
+    """The regions of more than one position, level by level from the root, each level from left to right."""
+    level, levels = [(0, window)], []
+    while level := [region for region in level if not is_leaf(region)]:
+        levels.append(tuple(level))
+        level = [half for region in level for half in halves(region)]
+    return tuple(levels)
+
+
+@functools.cache
+def block_of(window: int) -> dict[Region, int]:
+    """Index of each inner region's block of sums: breadth first, the root's is 0."""
+    return {region: k for k, region in enumerate(region for level in inner_levels(window) for region in level)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BTree(Circuit):
+    """Latent tree: c_R[y] = sum_z B_R[y, z] c_left[z] c_right[z], y the latent of the region above (MtPC, Eq. BTree).
+
+    A region of one position is a leaf and is indexed by its parent's latent, so the two bytes of a region of two share
+    one latent.
+
+    sums [..., 1 + max(n-2, 0) r, r]: row 0 the root mixture, then the other inner regions breadth first (depth, start),
+    one row per value of the parent's latent.
+    """
+
+    name: ClassVar[str] = "btree"
+    window: int
+    rank: int
+
+    @property
+    def blocks(self) -> int:
+        return max(self.window - 1, 1)
+
+    def _filter(self, sums: jax.Array, observe: Observe) -> None:
+        def visit(region, prior):
+            if is_leaf(region):
+                return observe(region[0], prior)
+            rows = self._block(sums, block_of(self.window)[region])
+            below = descend(region, transition(prior, rows))
+            return log_sum_exp(rows + below[..., None, :])
+
+        def descend(region, latent):
+            left, right = halves(region)
+            seen = visit(left, latent)
+            return seen + visit(right, posterior(latent, seen))
+
+        root = (0, self.window)
+        (observe if is_leaf(root) else descend)(0 if is_leaf(root) else root, sums[..., 0, :])
+
+    def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
+        def visit(region):
+            if is_leaf(region):
+                return scores[..., region[0], :]
+            left, right = (visit(half) for half in halves(region))
+            return close(block_of(self.window)[region], left + right)
+
+        def close(k, below):
+            return reduce(k, self._block(sums, k) + below[..., None, :])
+
+        root = visit((0, self.window))
+        return (close(0, root) if self.window == 1 else root)[..., 0]
+
+    def _leaf_latents(self, choice: jax.Array) -> jax.Array:
+        if self.window == 1:
+            return choice
+        parent_slot, parent_block = self._wiring()
+        latents = [choice[..., :1]]
+        for slots, level in zip(parent_slot, inner_levels(self.window)[1:]):
+            first = self._rows(block_of(self.window)[level[0]]).start
+            rows = first + np.arange(len(level)) * self.rank + latents[-1][..., slots]
+            latents.append(pick(choice, rows))
+        return jnp.concatenate(latents, -1)[..., parent_block]
+
+    def _wiring(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Per level below the root each region's parent within the level above; each leaf's parent among all blocks."""
+        parent = {half: region for region in block_of(self.window) for half in halves(region)}
+        levels = inner_levels(self.window)
+        slots = [
+            np.array([above.index(parent[region]) for region in level]) for above, level in zip(levels, levels[1:])
+        ]
+        return slots, np.array([block_of(self.window)[parent[i, i + 1]] for i in range(self.window)])
+
+    def _condition_sums(self, sums: jax.Array, scores: jax.Array) -> jax.Array:
+        # Only the regions above the first leaf change; message is what the region below says about its parent's latent.
+        spine = [level[0] for level in inner_levels(self.window) if level[0][0] == 0]
+        blocks, message = [block_of(self.window)[region] for region in spine] or [0], scores
+        for k in reversed(blocks):
+            rows = self._block(sums, k)
+            sums = sums.at[..., self._rows(k), :].set(posterior(rows, message[..., None, :]))
+            message = log_sum_exp(rows + message[..., None, :])
+        return sums

@@ -1,0 +1,198 @@
+"""The head: from a target's hidden state to the parameters of a circuit (MtPC, arXiv 2511.11346, Appendices G, H).
+
+Both the leaves and the sums are softmaxes of linear maps of the hidden state. The *full* head has one unembedding per
+position and component; the *low-memory* head one per position, plus a low-rank adapter per component.
+
+Einsum letters: n window, r and y rank, v vocabulary, d model width, k adapter rank, z rows of the sums, c positions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytejax import parameters
+from bytejax.circuits.base import Circuit, Theta
+from bytejax.circuits.hmm import HMM
+from bytejax.errors import InputError
+from bytejax.parameters import Param, Params, Table
+
+UNIFORM = 0.01275  # half-width of the reference's initial weights
+STAY = 10.0  # HMM bias on staying in the same state: the other states share about r e^-10 of the mass at first
+ADAPTED = ("shared", "down", "up")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """circuit; width d of the hidden state; vocab v; adapter_rank k of the low-memory head, None for the full one."""
+
+    circuit: Circuit
+    width: int
+    vocab: int
+    adapter_rank: int | None
+
+    def __post_init__(self):
+        for field in ("width", "vocab", "adapter_rank"):
+            value = getattr(self, field)
+            optional = field == "adapter_rank" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"circuit head: {field} must be a positive integer, got {value!r}")
+
+
+def table(config: HeadConfig) -> Table:
+    """Declarations of the head's parameters.
+
+    leaves [n, r, v, d], or shared [n, v, d], down [n, r, k, d] and up [n, r, v, k]; sums [z, r, d], absent where a
+    mixture of one needs no weight; bias [z, r] of the HMM. With the initial adapters all components are equal (up is
+    zero) and learn apart (down is random).
+    """
+    circuit, d, v, k = config.circuit, config.width, config.vocab, config.adapter_rank
+    n, r, z = circuit.window, circuit.rank, circuit.sum_rows
+    if k is None:
+        head = {"leaves": Param((n, r, v, d), ("window", "rank", "vocab", "embed"), _uniform)}
+    else:
+        down, up = parameters.normal(d**-0.5), jax.nn.initializers.zeros
+        head = {
+            "shared": Param((n, v, d), ("window", "vocab", "embed"), _uniform),
+            "down": Param((n, r, k, d), ("window", "rank", "adapter", "embed"), down),
+            "up": Param((n, r, v, k), ("window", "rank", "vocab", "adapter"), up),
+        }
+    if r > 1:
+        head["sums"] = Param((z, r, d), ("mixture", "rank", "embed"), _uniform)
+    if r > 1 and isinstance(circuit, HMM):
+        head["bias"] = Param((z, r), ("mixture", "rank"), _identity)
+    return head
+
+
+def count(config: HeadConfig) -> int:
+    """Number of parameters of the head."""
+    return parameters.count(table(config))
+
+
+def theta(params: Params, config: HeadConfig, hidden: jax.Array) -> Theta:
+    """The circuit's parameters for each hidden state. hidden [..., d], any float dtype -> Theta in at least float32."""
+    wide = _wide(hidden)
+    if config.adapter_rank is None:
+        leaves = jnp.einsum("...d,nrvd->...nrv", hidden, params["leaves"], preferred_element_type=wide)
+    else:
+        shared = jnp.einsum("...d,nvd->...nv", hidden, params["shared"], preferred_element_type=wide)
+        low = jnp.einsum("...d,nrkd->...nrk", hidden, params["down"])
+        adapted = jnp.einsum("...nrk,nrvk->...nrv", low, params["up"], preferred_element_type=wide)
+        leaves = shared[..., None, :] + adapted
+    return config.circuit.normalise(_sum_logits(params, config, hidden), leaves)
+
+
+def sums(params: Params, config: HeadConfig, hidden: jax.Array) -> jax.Array:
+    """Only `Theta.sums`: hidden [..., d] -> [..., z, r], at least float32."""
+    return jax.nn.log_softmax(_sum_logits(params, config, hidden))
+
+
+def leaf_scores(params: Params, config: HeadConfig, hidden: jax.Array, windows: jax.Array, chunk: int) -> jax.Array:
+    """Log-probability of each window's bytes under each component, without ever holding all the logits.
+
+    hidden [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how many of the C positions
+    at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk` positions of it at a
+    time, so that the logits alive are [r, v, chunk], forwards and backwards; a gradient is summed in float32.
+    """
+    chunks = -(-hidden.shape[0] // chunk)
+    padding = chunks * chunk - hidden.shape[0]
+    x = jnp.pad(windows.T, ((0, 0), (0, padding)), constant_values=-1).reshape(-1, chunks, chunk)
+    h = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
+    leaf = {name: params[name] for name in (("leaves",) if config.adapter_rank is None else ADAPTED)}
+
+    # Both levels are rematerialised: outside, so that no widened weights are kept; inside, so that no logits are.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def place(leaf, x):
+        # A scan sums the gradient of a constant in the constant's dtype: hand it wide weights, narrow them inside.
+        wide = jax.tree.map(lambda w: w.astype(_wide(w)), leaf)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def step(_, batch):
+            narrow = jax.tree.map(lambda w, p: w.astype(p.dtype), wide, leaf)
+            return None, _chunk_scores(narrow, *batch)
+
+        scores = jax.lax.scan(step, None, (h, x))[1]
+        return scores.transpose(0, 2, 1).reshape(chunks * chunk, -1)
+
+    scores = jax.lax.scan(lambda _, leaf_and_x: (None, place(*leaf_and_x)), None, (leaf, x))[1]
+    return scores.transpose(1, 0, 2)[: hidden.shape[0]]
+
+
+def window_scores(
+    params: Params, config: HeadConfig, hidden: jax.Array, windows: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """What `Circuit.prefix_from_scores` needs: sums [C, z, r] and `leaf_scores` [C, n, r]."""
+    return sums(params, config, hidden), leaf_scores(params, config, hidden, windows, chunk)
+
+
+def from_unembeddings(params: Params, config: HeadConfig, matrices: jax.Array) -> Params:
+    """The head with the first positions' leaves copied from a target's (or an FF head's) own heads.
+
+    matrices [m, v, d]: head j predicts byte j of the window; all components of a position get the same one, so that
+    whatever the sums, the circuit's marginals over the first min(m, n) positions are those of independent heads.
+    """
+    matrices = jnp.asarray(matrices)
+    if matrices.ndim != 3 or matrices.shape[1:] != (config.vocab, config.width):
+        raise InputError(f"circuit head: expected heads [m, {config.vocab}, {config.width}], got {matrices.shape}")
+    m = min(matrices.shape[0], config.circuit.window)
+    if config.adapter_rank is None:
+        leaves = params["leaves"]
+        return params | {"leaves": leaves.at[:m].set(matrices[:m, None].astype(leaves.dtype))}
+    shared, up = params["shared"], params["up"]
+    return params | {"shared": shared.at[:m].set(matrices[:m].astype(shared.dtype)), "up": up.at[:m].set(0)}
+
+
+def _chunk_scores(weights: Mapping[str, jax.Array], hidden: jax.Array, x: jax.Array) -> jax.Array:
+    """One place in the window: weights without the window axis, hidden [chunk, d], x [chunk] -> [r, chunk]."""
+    logits = _chunk_logits(weights, hidden)
+    hit = jnp.arange(logits.shape[1])[:, None] == x
+    scores = jnp.sum(jnp.where(hit, logits, 0), 1) - jax.nn.logsumexp(logits, 1)
+    return jnp.where(x >= 0, scores, 0)
+
+
+def _chunk_logits(weights: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
+    # The chunk is the last axis, so that sums over the vocabulary run along vector lanes: four times faster on CPU.
+    wide = _wide(hidden)
+    if "leaves" in weights:
+        return jnp.einsum("rvd,cd->rvc", weights["leaves"], hidden, preferred_element_type=wide)
+    shared = jnp.einsum("vd,cd->vc", weights["shared"], hidden, preferred_element_type=wide)
+    low = jnp.einsum("rkd,cd->rkc", weights["down"], hidden)
+    adapted = jnp.einsum("rvk,rkc->rvc", weights["up"], low, preferred_element_type=wide)
+    return _repeat(shared, adapted.shape[0]) + adapted
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat(x: jax.Array, times: int) -> jax.Array:
+    return jnp.broadcast_to(x, (times, *x.shape))
+
+
+def _repeat_backward(times: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    # The sum over the leading axis as a matrix product: XLA's own reduction of it is 50 times slower on CPU.
+    return (jnp.tensordot(jnp.ones(times, g.dtype), g, 1),)
+
+
+_repeat.defvjp(lambda x, times: (_repeat(x, times), None), _repeat_backward)
+
+
+def _sum_logits(params: Params, config: HeadConfig, hidden: jax.Array) -> jax.Array:
+    if "sums" not in params:
+        return jnp.zeros((*hidden.shape[:-1], config.circuit.sum_rows, config.circuit.rank), _wide(hidden))
+    logits = jnp.einsum("...d,zyd->...zy", hidden, params["sums"], preferred_element_type=_wide(hidden))
+    return logits + params["bias"] if "bias" in params else logits
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, -UNIFORM, UNIFORM)
+
+
+def _identity(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    rows, rank = shape
+    stay = np.tile(np.eye(rank), ((rows - 1) // rank, 1))
+    return jnp.asarray(np.concatenate([np.zeros((1, rank)), STAY * stay]), dtype)

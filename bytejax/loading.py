@@ -1,0 +1,110 @@
+"""Reading and writing targets and drafters as directories: `config.json` beside `model.safetensors`.
+
+A source is "demo", a directory, or for drafters the name of one that ships with the demo.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytejax import circuits, parameters
+from bytejax.circuits import head as heads
+from bytejax.errors import InputError
+from bytejax.models import llama
+from bytejax.models.base import Target
+from bytejax.tokenizers import ByteTokenizer
+
+DEMO = Path(__file__).parent / "demo"
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
+WEIGHTS = "model.safetensors"
+
+
+def demo_drafters() -> list[str]:
+    """Names of the drafters that ship with the demo target."""
+    return sorted(p.parent.name for p in DEMO.glob("*/config.json") if p.parent.name != "target")
+
+
+def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> None:
+    """Writes a target with stacked layers: weights in `dtype`, config and tokenizer as JSON."""
+    config = {
+        "format": "bytejax-target",
+        "family": next(name for name, (_, _, cls) in FAMILIES.items() if isinstance(target, cls)),
+        "config": dataclasses.asdict(target.config),
+        "tokenizer": dataclasses.asdict(target.tokenizer),
+    }
+    _save(Path(directory), config, target.params, dtype)
+
+
+def load_target(source: Path | str, dtype: str = "float32") -> Target:
+    """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16")."""
+    directory = DEMO / "target" if str(source) == "demo" else Path(source)
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if not directory.is_dir():
+        raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory")
+    saved = _read_config(directory, "bytejax-target")
+    try:
+        make_config, table, make_target = FAMILIES[saved["family"]]
+        config = make_config(**saved["config"])
+        tokenizer = ByteTokenizer(**_tuples(saved["tokenizer"]))
+    except (KeyError, TypeError) as e:
+        raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
+    params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
+    return make_target(params=params, config=config, tokenizer=tokenizer)
+
+
+def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtype=jnp.bfloat16) -> None:
+    """Writes a circuit head as a drafter directory."""
+    saved = {
+        "format": "bytejax-drafter",
+        "kind": "circuit",
+        "circuit": type(config.circuit).__name__.lower(),
+        "window": config.circuit.window,
+        "rank": config.circuit.rank,
+        "width": config.width,
+        "vocab": config.vocab,
+        "adapter_rank": config.adapter_rank,
+    }
+    _save(Path(directory), saved, params, dtype)
+
+
+def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.HeadConfig, Any]:
+    """Config and parameters of a circuit head that `save_head` wrote."""
+    directory = Path(directory)
+    saved = _read_config(directory, "bytejax-drafter")
+    try:
+        circuit = circuits.make(saved["circuit"], saved["window"], saved["rank"])
+        config = heads.HeadConfig(circuit, saved["width"], saved["vocab"], saved["adapter_rank"])
+    except (KeyError, TypeError) as e:
+        raise InputError(f"{directory / 'config.json'} does not describe a circuit head ({e})") from None
+    return config, parameters.load(directory / WEIGHTS, heads.table(config), DTYPES[dtype])
+
+
+def _save(directory: Path, config: dict, params: Any, dtype) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    parameters.save(directory / WEIGHTS, jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params))
+    part = directory / "config.json.part"
+    part.write_text(json.dumps(config, indent=2) + "\n")
+    part.replace(directory / "config.json")
+
+
+def _read_config(directory: Path, expected: str) -> dict:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{directory} holds no config.json") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise InputError(f"{path} is not JSON ({e})") from None
+    if not isinstance(config, dict) or config.get("format") != expected:
+        raise InputError(f"{path} is not of format {expected!r}")
+    return config
+
+
+def _tuples(fields: dict) -> dict:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}

@@ -1,0 +1,166 @@
+"""What decoding needs from a target model: blocks, caches, and the six operations every target has.
+
+Letters: B batch, T time, N block rows, D model width, V vocabulary.
+"""
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from bytejax.tokenizers import ByteTokenizer
+
+
+class Block(struct.PyTreeNode):
+    """The provisional rows of one cycle.
+
+    Row 0 is the root: emitted, not yet processed. Every other row continues the text that ends in its parent row, which
+    comes before it. A row's depth gives its position: `cache.lengths + depth`.
+
+    ids: [B, N] int32.
+    parents: [B, N] int32; the root is its own parent.
+    valid: [B, N] bool; a valid row has a valid parent.
+    is_draft: [B, N] bool; False for the root and for rows that are processed but never emitted (masks, windows).
+    embeds, embeds_mask: [B, N, D] and [B, N] bool, or None: rows whose input is an embedding instead of an id.
+    static_parents: parents where they are the same in every row and known when compiling, else None. Masks and depths
+        are then constants, and a chain is committed without moving anything.
+    """
+
+    ids: jax.Array
+    parents: jax.Array
+    valid: jax.Array
+    is_draft: jax.Array
+    embeds: jax.Array | None = None
+    embeds_mask: jax.Array | None = None
+    static_parents: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def chain(cls, ids: jax.Array, draft_len: jax.Array | None = None) -> "Block":
+        """Root and drafts in a line. ids [B, N]; draft_len [B] int32: how many of the N - 1 drafts count (default all)."""
+        b, n = ids.shape
+        parents = chain_parents(n)
+        rows = np.arange(n)
+        valid = jnp.ones((b, n), bool) if draft_len is None else rows <= draft_len[:, None]
+        return cls(
+            ids=ids,
+            parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), (b, n)),
+            valid=valid,
+            is_draft=valid & (rows > 0),
+            static_parents=parents,
+        )
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.static_parents == chain_parents(self.width)
+
+    def ancestors(self) -> jax.Array:
+        """[B or 1, N, N] bool: column is the row itself or one of its ancestors."""
+        if self.static_parents is not None:
+            return jnp.asarray(_static_ancestors(self.static_parents))[None]
+        eye = jnp.eye(self.width, dtype=bool)
+        reach = eye | jax.nn.one_hot(self.parents, self.width, dtype=bool)
+        for _ in range(max(self.width - 1, 1).bit_length()):
+            reach = jnp.einsum("Bij,Bjk->Bik", reach, reach, preferred_element_type=jnp.float32) > 0
+        return reach
+
+    def depths(self) -> jax.Array:
+        """[B or 1, N] int32: number of proper ancestors."""
+        if self.static_parents is not None:
+            return jnp.asarray(_static_ancestors(self.static_parents).sum(-1) - 1, jnp.int32)[None]
+        return self.ancestors().sum(-1, dtype=jnp.int32) - 1
+
+
+class Extended(struct.PyTreeNode):
+    """What a pass over a block returns.
+
+    hidden: [B, N, D], after the final norm: what `unembed` takes.
+    taps: inner features by name, each [B, N, ...], that drafters may ask for.
+    pending: what `commit` needs to keep an accepted path; its type is the target's own.
+    """
+
+    hidden: jax.Array
+    taps: dict[str, jax.Array]
+    pending: Any
+
+
+class Target(struct.PyTreeNode, abc.ABC):
+    """A language model that can be decoded in blocks. All methods are pure; `params` is a nested dict of arrays.
+
+    Every cache is a pytree of fixed shapes with a field `lengths` [B] int32: the committed positions of each row.
+    """
+
+    params: Any
+    config: Any = struct.field(pytree_node=False)
+    tokenizer: ByteTokenizer = struct.field(pytree_node=False)
+
+    @property
+    @abc.abstractmethod
+    def vocab(self) -> int:
+        """Number of ids."""
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """Size of the hidden state."""
+
+    @property
+    @abc.abstractmethod
+    def context(self) -> int:
+        """Largest number of positions, prompt and new bytes together."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, capacity: int, block_width: int) -> Any:
+        """An empty cache for `capacity` committed positions per row and blocks of up to `block_width` rows."""
+
+    @abc.abstractmethod
+    def prefill(self, ids: jax.Array, lengths: jax.Array, cache: Any) -> tuple[Extended, Any]:
+        """Processes whole prompts. ids [B, T] int32, padded on the right; lengths [B] int32, each >= 1; cache empty.
+
+        Returns the features of each row's last position (N = 1, nothing pending) and the cache with the prompt committed.
+        """
+
+    @abc.abstractmethod
+    def extend(self, block: Block, cache: Any, adapter: Any = None) -> Extended:
+        """One pass over a block. The cache, as a value, is unchanged: `commit` decides what stays."""
+
+    @abc.abstractmethod
+    def commit(self, cache: Any, pending: Any, path: jax.Array, accepted: jax.Array) -> Any:
+        """Keeps the first `accepted` [B] rows of `path` [B, N] (indices of block rows, root first) and forgets the rest.
+
+        accepted 0 leaves a row of the batch as it was.
+        """
+
+    @abc.abstractmethod
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Input embeddings. ids [...] int32 -> [..., D]."""
+
+    @abc.abstractmethod
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits. hidden [..., D] -> [..., V] float32."""
+
+    @abc.abstractmethod
+    def states(self, ids: jax.Array) -> jax.Array:
+        """Final hidden states of whole sequences, no cache, differentiable. ids [B, T] int32 -> [B, T, D]."""
+
+    def logits(self, ids: jax.Array) -> jax.Array:
+        """Next-byte logits at every position of whole sequences. ids [B, T] int32 -> [B, T, V] float32."""
+        return self.unembed(self.states(jnp.asarray(ids, jnp.int32)))
+
+
+def chain_parents(n: int) -> tuple[int, ...]:
+    """0, 0, 1, 2, ...: each row follows the one before it."""
+    return tuple(max(i - 1, 0) for i in range(n))
+
+
+def _static_ancestors(parents: tuple[int, ...]) -> np.ndarray:
+    reach = np.eye(len(parents), dtype=bool)
+    for row, parent in enumerate(parents):
+        reach[row] |= reach[parent]
+    return reach

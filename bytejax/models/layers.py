@@ -1,0 +1,140 @@
+"""Layers shared by the target models.
+
+Letters: B batch, T time, N block rows, S cache slots, D model width, K kv heads, G heads per kv head, H head size,
+F feed-forward width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, statistics in float32. x [..., D], scale [D]."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def dense(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
+    """x [..., D] times a kernel stored [D, F], or [F, D] where `transposed`. -> [..., F]."""
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1 if transposed else 0,)), ((), ())))
+
+
+def swiglu(params: dict, x: jax.Array, transposed: bool = False) -> jax.Array:
+    """Gated feed-forward layer without norm or residual. x [..., D] -> [..., D]."""
+    gate = jax.nn.silu(dense(x, params["gate"], transposed))
+    return dense(gate * dense(x, params["up"], transposed), params["down"], transposed)
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding, halves rotated against each other; angles in float32. x [B, T, heads, H], positions [B or 1, T]."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Grouped-query attention, softmax in float32.
+
+    q [B, T, K*G, H]; k [K*B, H, S] and v [K*B, S, H] as `kv_layout` makes them; mask [B or 1, T, S] bool, True where a
+    query sees a slot. -> [B, T, K*G*H].
+    """
+    b, t, heads, h = q.shape
+    x, s = v.shape[:2]
+    groups = heads * b // x
+    q = q.reshape(b, t, -1, groups, h).transpose(2, 0, 3, 1, 4).reshape(x, groups * t, h)
+    scores = jnp.einsum("XQH,XHS->XQS", q * (h**-0.5), k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[None, :, None], scores.reshape(-1, b, groups, t, s), -jnp.inf)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    mixed = jnp.einsum("XQS,XSH->XQH", weights.reshape(x, groups * t, s).astype(v.dtype), v)
+    mixed = mixed.reshape(-1, b, groups, t, h) / weights.sum(-1, keepdims=True).astype(v.dtype)
+    return mixed.transpose(1, 3, 0, 2, 4).reshape(b, t, heads * h)
+
+
+def attend_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable, chunk: int = 512) -> jax.Array:
+    """`attend` for long sequences: queries in chunks, so that scores take chunk x S memory.
+
+    mask: (query indices [T']) -> [B or 1, T', S] bool.
+    """
+    b, t, heads, h = q.shape
+    if t <= 2 * chunk or t % chunk:
+        return attend(q, k, v, mask(jnp.arange(t)))
+    starts = jnp.arange(0, t, chunk)
+
+    def one(start):
+        part = jax.lax.dynamic_slice_in_dim(q, start, chunk, axis=1)
+        return attend(part, k, v, mask(start + jnp.arange(chunk)))
+
+    return jax.lax.map(one, starts).transpose(1, 0, 2, 3).reshape(b, t, heads * h)
+
+
+def kv_layout(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, T, K, H] as caches hold them: k [K*B, H, T], v [K*B, T, H].
+
+    Keys have their slots last: on CPU the product with a few queries is then 2.5 times as fast. Heads and batch share an
+    axis (heads first, so that it shards over heads): with two, XLA reshapes what was just written, and copies it.
+    """
+    b, t, heads, h = k.shape
+    return k.transpose(2, 0, 3, 1).reshape(heads * b, h, t), v.transpose(2, 0, 1, 3).reshape(heads * b, t, h)
+
+
+def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) -> jax.Array:
+    """Writes rows into a cache from slot starts [B] on, for each row of the batch; in place where XLA may.
+
+    slots [K*B, ..., S, ...], rows [K*B, ..., N, ...] with S and N on `axis`.
+    """
+    rows, b = rows.astype(slots.dtype), starts.shape[0]
+    if b == 1:
+        return jax.lax.dynamic_update_slice_in_dim(slots, rows, starts[0], axis)
+    split = lambda x: x.reshape(-1, b, *x.shape[1:])
+    slots, rows, shape = split(slots), split(rows), slots.shape
+    if b > 8:
+        put = lambda s, r, start: jax.lax.dynamic_update_slice_in_dim(s, r, start, axis)
+        return jax.vmap(put, in_axes=(1, 1, 0), out_axes=1)(slots, rows, starts).reshape(shape)
+    for i in range(b):  # a few slices in place are cheaper than the scatter that vmap makes of them
+        at = [0, i] + [starts[i] if d == axis else 0 for d in range(1, slots.ndim - 1)]
+        slots = jax.lax.dynamic_update_slice(slots, rows[:, i : i + 1], at)
+    return slots.reshape(shape)
+
+
+def block_mask(slots: int, lengths: jax.Array, block: Any) -> jax.Array:
+    """Which slots each block row sees: the committed ones, its ancestors and itself; block row i lies in slot lengths + i.
+
+    lengths [B] -> [B, N, S] bool.
+    """
+    relative = jnp.arange(slots) - lengths[:, None]
+    if block.is_chain:
+        return relative[:, None, :] <= jnp.arange(block.width)[:, None]
+    inside = (relative >= 0) & (relative < block.width)
+    tree = jnp.broadcast_to(block.ancestors(), (lengths.shape[0], block.width, block.width))
+    column = jnp.clip(relative, 0, block.width - 1)[:, None, :]
+    seen = jnp.take_along_axis(tree, jnp.broadcast_to(column, (*tree.shape[:2], slots)), axis=2)
+    return (relative < 0)[:, None, :] | (inside[:, None, :] & seen)
+
+
+def run_layers(layers: Any, step: Callable, carry: Any, *per_layer: Any) -> tuple[Any, Any]:
+    """Runs `step(carry, layer params, *per-layer values) -> (carry, out)` over a stack.
+
+    layers: a dict of arrays stacked on axis 0 (run with `lax.scan`), or a tuple of dicts, one per layer (unrolled: on
+    CPU a scan would copy every layer's weights out of the stack in each cycle). per_layer and the outputs have the same
+    form, stacked or tuples.
+    """
+    if isinstance(layers, tuple):
+        outs = []
+        for layer in zip(layers, *per_layer, strict=True):
+            carry, out = step(carry, *layer)
+            outs.append(out)
+        return carry, tuple(outs)
+    return jax.lax.scan(lambda c, xs: step(c, *xs), carry, (layers, *per_layer))
+
+
+def unstack(layers: dict) -> tuple:
+    """Stacked layer parameters as a tuple of one dict per layer."""
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return tuple(jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count))

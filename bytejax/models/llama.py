@@ -1,0 +1,242 @@
+"""Llama-family decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head.
+
+Letters: B batch, T time, N block rows, S cache slots, D model width, K kv heads, G heads per kv head, H head size,
+F feed-forward width, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from bytejax import parameters
+from bytejax.errors import InputError
+from bytejax.models import layers as L
+from bytejax.models.base import Block, Extended, Target
+from bytejax.parameters import Param, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Numbers of the architecture. head_dim need not be width / heads; context is how many positions it was trained for."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_width: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    context: int
+
+    def __post_init__(self):
+        if min(self.vocab, self.width, self.layers, self.heads, self.kv_heads, self.head_dim, self.ffn_width) < 1:
+            raise InputError(f"every size of a Llama config must be at least 1: {self}")
+        if self.heads % self.kv_heads:
+            raise InputError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        if self.head_dim % 2:
+            raise InputError(f"head_dim = {self.head_dim} is odd; rotary positions need an even one")
+
+
+def table(c: Config) -> Table:
+    """Parameter table, with the names of transformers' LlamaForCausalLM."""
+    D, F, V = c.width, c.ffn_width, c.vocab
+    Q, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    ones, near = jax.nn.initializers.ones, parameters.normal(0.02)
+    into = lambda fan_in: parameters.normal(fan_in**-0.5)
+    back = lambda fan_in: parameters.normal((2 * c.layers * fan_in) ** -0.5)  # keeps the residual stream's size
+    at = "model.layers.{layer}."
+    layer = {
+        "attention_norm": Param((D,), ("embed",), ones, at + "input_layernorm.weight", "D -> D"),
+        "q": Param((D, Q), ("embed", "heads"), into(D), at + "self_attn.q_proj.weight", "Q D -> D Q"),
+        "k": Param((D, K), ("embed", "kv_heads"), into(D), at + "self_attn.k_proj.weight", "K D -> D K"),
+        "v": Param((D, K), ("embed", "kv_heads"), into(D), at + "self_attn.v_proj.weight", "K D -> D K"),
+        "o": Param((Q, D), ("heads", "embed"), back(Q), at + "self_attn.o_proj.weight", "D Q -> Q D"),
+        "mlp_norm": Param((D,), ("embed",), ones, at + "post_attention_layernorm.weight", "D -> D"),
+        "gate": Param((D, F), ("embed", "ffn"), into(D), at + "mlp.gate_proj.weight", "F D -> D F"),
+        "up": Param((D, F), ("embed", "ffn"), into(D), at + "mlp.up_proj.weight", "F D -> D F"),
+        "down": Param((F, D), ("ffn", "embed"), back(F), at + "mlp.down_proj.weight", "D F -> F D"),
+    }
+    whole = {
+        "embedding": Param((V, D), ("vocab", "embed"), near, "model.embed_tokens.weight", "V D -> V D"),
+        "layers": parameters.stacked(layer, c.layers),
+        "final_norm": Param((D,), ("embed",), ones, "model.norm.weight", "D -> D"),
+    }
+    if not c.tied:
+        whole["head"] = Param((D, V), ("embed", "vocab"), into(D), "lm_head.weight", "V D -> D V")
+    return whole
+
+
+class Cache(struct.PyTreeNode):
+    """Keys and values of the committed positions, each in the slot of its position.
+
+    k: [layers, K*B, H, S], v: [layers, K*B, S, H] (see `layers.kv_layout`), or tuples of arrays without the leading axis
+        where the target's layers are unrolled. Slots at and past `lengths` hold leftovers that no mask lets through.
+    lengths: [B] int32.
+    """
+
+    k: Any
+    v: Any
+    lengths: jax.Array
+
+
+class Pending(struct.PyTreeNode):
+    """The cache's slots with the block's rows written after the committed ones, row i in slot lengths + i.
+
+    They are written before attention, not after acceptance, so that a position's key lies in the same column whatever
+    row of a chain it came from: sums then run in the same order, and a chain equals autoregression bit for bit.
+    """
+
+    k: Any
+    v: Any
+    chain: bool = struct.field(pytree_node=False)
+
+
+class Llama(Target):
+    """Target of the Llama family. `params` as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
+
+    transposed: every dense kernel is stored [out, in]. A single token is then faster on CPU, a block slower.
+    """
+
+    transposed: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
+    def unrolled(self) -> "Llama":
+        """The same model with its layers as a tuple: faster decoding on CPU, longer compilation."""
+        if isinstance(self.params["layers"], tuple):
+            return self
+        return self.replace(params=self.params | {"layers": L.unstack(self.params["layers"])})
+
+    def with_transposed_kernels(self) -> "Llama":
+        """The same model with dense kernels stored [out, in], for decoding one token at a time."""
+        flip = lambda tree: jax.tree.map(lambda x: jnp.asarray(x.mT) if x.ndim >= 2 else x, tree)
+        params = self.params | {"layers": tuple(flip(x) for x in self.unrolled().params["layers"])}
+        if not self.config.tied:
+            params["head"] = flip(self.params["head"])
+        return self.replace(params=params, transposed=not self.transposed)
+
+    def init_cache(self, batch: int, capacity: int, block_width: int) -> Cache:
+        """Slots for `capacity` positions and one block past them."""
+        c, dtype = self.config, self.params["embedding"].dtype
+        slots = capacity + block_width
+        k, v = (c.kv_heads * batch, c.head_dim, slots), (c.kv_heads * batch, slots, c.head_dim)
+        if isinstance(self.params["layers"], tuple):
+            make = lambda shape: tuple(jnp.zeros(shape, dtype) for _ in range(c.layers))
+        else:
+            make = lambda shape: jnp.zeros((c.layers, *shape), dtype)
+        return Cache(k=make(k), v=make(v), lengths=jnp.zeros((batch,), jnp.int32))
+
+    def prefill(self, ids, lengths, cache):
+        t = ids.shape[1]
+        causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
+
+        def step(x, p, k_slots, v_slots):
+            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+            x = self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal))
+            put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0, 0, 0))
+            return x, (put(k_slots, k), put(v_slots, v))
+
+        x, slots = L.run_layers(self.params["layers"], step, self.embed(ids), cache.k, cache.v)
+        k, v = self._split(slots)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return Extended(self._final_norm(last), {}, None), Cache(k, v, lengths.astype(jnp.int32))
+
+    def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
+        x = self.embed(block.ids)
+        if block.embeds is not None:
+            x = jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
+        positions = cache.lengths[:, None] + block.depths()
+        slots = jax.tree.leaves(cache.v)[0].shape[-2]
+        mask = L.block_mask(slots, cache.lengths, block)
+
+        def step(x, p, k_slots, v_slots):
+            q, k, v = self._qkv(p, x, positions)
+            k_slots = L.write_rows(k_slots, k, cache.lengths, axis=2)
+            v_slots = L.write_rows(v_slots, v, cache.lengths, axis=1)
+            return self._after_attention(p, x, L.attend(q, k_slots, v_slots, mask)), (k_slots, v_slots)
+
+        x, slots = L.run_layers(self.params["layers"], step, x, cache.k, cache.v)
+        k, v = self._split(slots)
+        return Extended(self._final_norm(x), {}, Pending(k, v, chain=block.is_chain))
+
+    def commit(self, cache: Cache, pending: Pending, path, accepted) -> Cache:
+        lengths = cache.lengths + accepted.astype(jnp.int32)
+        if pending.chain:
+            return Cache(pending.k, pending.v, lengths)
+
+        def compact(slots, axis):
+            """Moves the rows of the path to the front of the block; S on `axis` of slots."""
+            source = jnp.tile(cache.lengths[:, None] + path, (slots.shape[0] // path.shape[0], 1))
+            source = jnp.expand_dims(source, 3 - axis)
+            return L.write_rows(slots, jnp.take_along_axis(slots, source, axis), cache.lengths, axis)
+
+        def compact_layers(slots, axis):
+            if isinstance(slots, tuple):
+                return tuple(compact(x, axis) for x in slots)
+            return jax.vmap(lambda x: compact(x, axis))(slots)
+
+        return Cache(compact_layers(pending.k, 2), compact_layers(pending.v, 1), lengths)
+
+    def embed(self, ids):
+        return jnp.take(self.params["embedding"], ids, axis=0)
+
+    def unembed(self, hidden):
+        if self.config.tied:
+            return L.dense(hidden, self.params["embedding"], transposed=True).astype(jnp.float32)
+        return L.dense(hidden, self.params["head"], self.transposed).astype(jnp.float32)
+
+    def states(self, ids):
+        t = ids.shape[1]
+        causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
+
+        def step(x, p):
+            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+            return self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal)), None
+
+        x, _ = L.run_layers(self.params["layers"], step, self.embed(ids))
+        return self._final_norm(x)
+
+    def _qkv(self, p, x, positions):
+        """q [B, T, heads, H]; k and v as caches hold them."""
+        c, (b, t, _) = self.config, x.shape
+        h = L.rms_norm(x, p["attention_norm"], c.norm_eps)
+        q = L.dense(h, p["q"], self.transposed).reshape(b, t, c.heads, c.head_dim)
+        k = L.dense(h, p["k"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
+        v = L.dense(h, p["v"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
+        q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
+        return q, *L.kv_layout(k, v)
+
+    def _after_attention(self, p, x, mixed):
+        x = x + L.dense(mixed, p["o"], self.transposed)
+        return x + L.swiglu(p, L.rms_norm(x, p["mlp_norm"], self.config.norm_eps), self.transposed)
+
+    def _final_norm(self, x):
+        return L.rms_norm(x, self.params["final_norm"], self.config.norm_eps)
+
+    @staticmethod
+    def _split(slots):
+        """Per-layer (k, v) pairs as one k and one v, in the form the layers have."""
+        if isinstance(slots, tuple) and slots and isinstance(slots[0], tuple):
+            return tuple(k for k, _ in slots), tuple(v for _, v in slots)
+        return slots
+
+
+def create(config: Config, key: jax.Array, tokenizer, dtype=jnp.float32) -> Llama:
+    """A Llama with random parameters."""
+    return Llama(params=parameters.init(table(config), key, dtype), config=config, tokenizer=tokenizer)

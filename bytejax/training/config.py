@@ -1,0 +1,301 @@
+"""What a training run is made of: one frozen dataclass per section, read from YAML with `key=value` overrides.
+
+Unknown keys, wrong types, impossible values and missing files end in one `InputError` line that names the key.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import omegaconf
+from omegaconf import MISSING, OmegaConf
+
+from bytejax.errors import InputError
+
+TASKS = ("target", "head")
+SOURCES = ("stdlib", "files")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("constant", "cosine", "linear")
+DTYPES = ("float32", "bfloat16")
+CIRCUITS = ("ff", "cp", "hmm", "btree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Which bytes, and how they are cut.
+
+    source: "stdlib" (the running interpreter's own sources) or "files" (the globs in `files`).
+    files, held_out: globs, relative to the current directory; only with source "files". held_out is never trained on.
+    sequence_length: T, bytes per sequence; batch: sequences per step.
+    """
+
+    source: str = MISSING
+    sequence_length: int = MISSING
+    batch: int = MISSING
+    files: list[str] = dataclasses.field(default_factory=list)
+    held_out: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A Llama-family target over byte ids; the names are those of `models.llama.Config`."""
+
+    width: int = MISSING
+    layers: int = MISSING
+    heads: int = MISSING
+    kv_heads: int = MISSING
+    head_dim: int = MISSING
+    ffn_width: int = MISSING
+    rope_theta: float = MISSING
+    norm_eps: float = MISSING
+    tied: bool = MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiByte:
+    """Auxiliary multi-byte prediction: an FF head over `window` bytes, trained with the target.
+
+    weight: of its loss beside the next-byte loss.
+    gamma: discount per position of the window, in (0, 1].
+    """
+
+    window: int = MISSING
+    weight: float = MISSING
+    gamma: float = MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A circuit head: circuit "ff", "cp", "hmm" or "btree"; window n; rank r; rank of the per-component adapters."""
+
+    circuit: str = MISSING
+    window: int = MISSING
+    rank: int = MISSING
+    adapter_rank: int | None = MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Weight decay on matrices only, after clipping by the global norm.
+
+    name: "adamw", or "muon", which moves the matrices of stacked layers by Muon and everything else by AdamW.
+    schedule: what the rate does after `warmup_steps`: stays ("constant") or falls ("cosine", "linear") to
+    `final_fraction` of its peak at the last step.
+    ema: decay of the exponential moving average that is validated and exported; null for none.
+    """
+
+    learning_rate: float = MISSING
+    name: str = "adamw"
+    warmup_steps: int = MISSING
+    schedule: str = MISSING
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    ema: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint is written after `every_minutes` or `every_steps`, whichever comes first; the last `keep` stay."""
+
+    every_minutes: float = 5.0
+    every_steps: int | None = None
+    keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Held-out loss: every `every_steps` steps on `batches` batches spread over the held-out bytes; at the end all."""
+
+    every_steps: int = MISSING
+    batches: int = MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One training run.
+
+    task: "target" (next-byte training of `architecture`, perhaps `mtp`) or "head" (`heads` on the frozen `target`).
+    compute_dtype: of the forward and backward pass; masters and optimiser state are float32.
+    gamma, chunk: of the window loss of the heads: discount per position, and positions whose logits exist at once.
+    """
+
+    task: str = MISSING
+    workdir: str = MISSING
+    steps: int = MISSING
+    data: Data = dataclasses.field(default_factory=Data)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    validation: Validation = dataclasses.field(default_factory=Validation)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    architecture: Architecture | None = None
+    mtp: MultiByte | None = None
+    target: str | None = None
+    heads: dict[str, Head] = dataclasses.field(default_factory=dict)
+    gamma: float = 1.0
+    chunk: int = 1024
+    compute_dtype: str = "float32"
+    seed: int = 0
+    log_every: int = 10
+
+
+# Changing these continues the same run; changing anything else makes it another run, whose checkpoints are refused.
+FREE_TO_CHANGE = ("workdir", "log_every", "steps", "checkpoint", "validation")
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies `key=value` overrides, e.g. "optimizer.learning_rate=1e-3"."""
+    for item in overrides:
+        if not re.match(r"[^=\s]+=", item):
+            raise InputError(f"override {item!r} is not of the form key=value, e.g. steps=100")
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such config file{_neighbours(Path(path))}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"{path}: not readable as a config file ({e.__class__.__name__})") from None
+    try:
+        values = OmegaConf.create(text) if text.strip() else OmegaConf.create()
+        overlay = OmegaConf.from_dotlist(list(overrides))
+    except Exception as e:  # the YAML parser's errors have no common base here
+        raise InputError(f"{path}: not valid YAML ({' '.join(str(e).split())})") from None
+    if not OmegaConf.is_dict(values):
+        raise InputError(f"{path}: a config file is a mapping of keys to values")
+    return from_values(OmegaConf.merge(values, overlay), str(path))
+
+
+def from_values(values: Any, where: str = "config") -> Config:
+    """A checked Config from nested mappings. `where` is named in errors."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+        missing = sorted(k for k in OmegaConf.missing_keys(merged))
+        if missing:
+            raise InputError(f"{where}: missing {', '.join(missing)}")
+        config = OmegaConf.to_object(merged)
+    except omegaconf.errors.OmegaConfBaseException as e:
+        raise InputError(f"{where}: {_explain(e, values)}") from None
+    problem = _problem(config)
+    if problem:
+        raise InputError(f"{where}: {problem}")
+    return config
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """Nested dict of plain values, as `from_values` reads it."""
+    return dataclasses.asdict(config)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys whose values make two runs incompatible, as "key: old -> new"."""
+    a, b = (_flat({k: v for k, v in x.items() if k not in FREE_TO_CHANGE}) for x in (old, new))
+    return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+
+
+def _problem(c: Config) -> str | None:
+    """The first impossible value, or None."""
+    checks = _choices(c) + _sizes(c) + _task(c)
+    return next((message for bad, message in checks if bad), None)
+
+
+def _choices(c: Config) -> list[tuple[bool, str]]:
+    named = [("task", c.task, TASKS), ("data.source", c.data.source, SOURCES)]
+    named += [("optimizer.name", c.optimizer.name, OPTIMIZERS)]
+    named += [("optimizer.schedule", c.optimizer.schedule, SCHEDULES), ("compute_dtype", c.compute_dtype, DTYPES)]
+    named += [(f"heads.{name}.circuit", h.circuit, CIRCUITS) for name, h in c.heads.items()]
+    return [(x not in known, f"{key}={x} is unknown; known: {', '.join(known)}") for key, x, known in named]
+
+
+def _sizes(c: Config) -> list[tuple[bool, str]]:
+    o = c.optimizer
+    positive = {"steps": c.steps, "data.sequence_length": c.data.sequence_length, "data.batch": c.data.batch}
+    positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip": o.clip, "optimizer.eps": o.eps}
+    positive |= {"chunk": c.chunk, "log_every": c.log_every, "checkpoint.keep": c.checkpoint.keep}
+    positive |= {"validation.every_steps": c.validation.every_steps, "validation.batches": c.validation.batches}
+    positive |= {"checkpoint.every_minutes": c.checkpoint.every_minutes}
+    if c.checkpoint.every_steps is not None:
+        positive["checkpoint.every_steps"] = c.checkpoint.every_steps
+    if c.architecture:
+        positive |= {f"architecture.{k}": x for k, x in dataclasses.asdict(c.architecture).items() if k != "tied"}
+    if c.mtp:
+        positive |= {"mtp.window": c.mtp.window, "mtp.weight": c.mtp.weight}
+    for name, h in c.heads.items():
+        positive |= {f"heads.{name}.window": h.window, f"heads.{name}.rank": h.rank}
+        if h.adapter_rank is not None:
+            positive[f"heads.{name}.adapter_rank"] = h.adapter_rank
+    fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
+    from_zero = {"optimizer.final_fraction": o.final_fraction}
+    below_one = {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2, "optimizer.ema": o.ema or 0.0}
+    checks = [(not x > 0, f"{key}={x} must be positive") for key, x in positive.items()]
+    checks += [(not 0 < x <= 1, f"{key}={x} must be above 0 and at most 1") for key, x in fractions.items()]
+    checks += [(not 0 <= x <= 1, f"{key}={x} must be between 0 and 1") for key, x in from_zero.items()]
+    checks += [(not 0 <= x < 1, f"{key}={x} must be at least 0 and below 1") for key, x in below_one.items()]
+    checks += [(o.weight_decay < 0, f"optimizer.weight_decay={o.weight_decay} must not be negative")]
+    checks += [(o.warmup_steps < 0, f"optimizer.warmup_steps={o.warmup_steps} must not be negative")]
+    checks += [(not 0 <= c.seed < 2**32, f"seed={c.seed} must be between 0 and 2**32 - 1")]
+    return checks
+
+
+def _task(c: Config) -> list[tuple[bool, str]]:
+    a, is_target = c.architecture, c.task == "target"
+    files = c.data.source == "files"
+    checks = [
+        (is_target and a is None, "task target needs the section architecture"),
+        (is_target and (bool(c.heads) or c.target is not None), "task target takes neither heads nor target; use mtp"),
+        (not is_target and not c.heads, "task head needs at least one entry under heads"),
+        (not is_target and c.target is None, "task head needs target: the directory of a trained target"),
+        (not is_target and (a is not None or c.mtp is not None), "task head takes neither architecture nor mtp"),
+        (files and not c.data.files, "data.source=files needs data.files, a list of globs"),
+        (not files and bool(c.data.files or c.data.held_out), "data.files and data.held_out need data.source=files"),
+    ]
+    if a is not None:
+        checks += [
+            (a.heads % a.kv_heads != 0, f"architecture.kv_heads={a.kv_heads} must divide heads={a.heads}"),
+            (a.head_dim % 2 != 0, f"architecture.head_dim={a.head_dim} must be even (rotary pairs)"),
+        ]
+    unsafe = [name for name in c.heads if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]
+    ff = [n for n, h in c.heads.items() if h.circuit == "ff" and h.rank != 1]
+    checks += [(bool(unsafe), f"heads: {unsafe} cannot name a directory; use letters, digits, '.', '-' and '_'")]
+    checks += [(bool(ff), f"heads: {', '.join(ff)}: circuit ff has rank 1; use cp for a higher rank")]
+    return checks
+
+
+def _explain(error: Exception, values: Any) -> str:
+    """OmegaConf's error in one line that names the key and what would work."""
+    key = getattr(error, "full_key", None) or ""
+    first = str(error).split("\n")[0]
+    if isinstance(error, (omegaconf.errors.ConfigKeyError, omegaconf.errors.ConfigAttributeError)):
+        known = [f.name for f in dataclasses.fields(error.object_type)] if error.object_type else []
+        *parents, last = key.split(".")
+        near = difflib.get_close_matches(last, known, n=3)
+        hint = (
+            f"did you mean {' or '.join('.'.join([*parents, k]) for k in near)}?"
+            if near
+            else f"known: {', '.join(known)}"
+        )
+        return f"unknown key {key}; {hint}"
+    if not key:  # a plain value where a section belongs: OmegaConf does not say where
+        sections = {f.name for f in dataclasses.fields(Config) if f.name in ("data", "optimizer", "validation")}
+        sections |= {"checkpoint", "architecture", "mtp", "heads"}
+        plain = [
+            k for k in sorted(sections) if k in values and values[k] is not None and not OmegaConf.is_dict(values[k])
+        ]
+        return f"{', '.join(plain) or 'a section'} must be a mapping of keys to values"
+    return f"{key}: {first[0].lower() + first[1:]}"
+
+
+def _neighbours(path: Path) -> str:
+    names = [p.name for p in sorted(path.parent.glob("*.yaml"))] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
+    return f"; {path.parent} has {', '.join(near)}" if near else ""
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, x in tree.items():
+        flat |= _flat(x, f"{prefix}{key}.") if isinstance(x, dict) and x else {prefix + key: x}
+    return flat

@@ -1,0 +1,126 @@
+"""What is minimised: the likelihood of the next byte, and of every window of bytes (MtPC, arXiv 2511.11346).
+
+Labels are the inputs already shifted: labels[t] is the byte after input t, IGNORE where nothing is to be learned.
+Everything is in nats, in at least float32, and is computed in chunks of positions that are rematerialised backwards.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from bytejax.circuits import head
+from bytejax.circuits.head import HeadConfig
+from bytejax.parameters import Params
+
+IGNORE = -100
+
+
+def windows(labels: jax.Array, n: int, boundaries: Sequence[int] = ()) -> jax.Array:
+    """The next n labels of every position. labels [B, T] int -> [B, T, n], IGNORE past the end of the row.
+
+    boundaries: ids that end a document (the last label a window may hold); labels after one are IGNORE, so that in
+    packed rows no window crosses into the next document.
+    """
+    length = labels.shape[1]
+    ends = jnp.isin(labels, jnp.asarray(boundaries, labels.dtype)) if len(boundaries) else jnp.zeros(labels.shape, bool)
+    document = jnp.cumsum(ends, 1) - ends
+    index = jnp.arange(length)[:, None] + jnp.arange(n)
+    inside = index < length
+    index = jnp.minimum(index, length - 1)
+    same = document[:, index] == document[:, :, None]
+    return jnp.where(inside & same, labels[:, index], IGNORE)
+
+
+def discounts(n: int, gamma: float) -> jax.Array:
+    """Weights of the n places in the window: gamma^(j-1), normalised by their sum. -> [n]"""
+    powers = gamma ** jnp.arange(n)
+    return powers / jnp.sum(powers)
+
+
+def window_loss(
+    params: Params,
+    config: HeadConfig,
+    hidden: jax.Array,
+    labels: jax.Array,
+    gamma: float,
+    chunk: int,
+    boundaries: Sequence[int] = (),
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Discounted negative log-likelihood of all overlapping windows; ignored labels are summed out of the circuit.
+
+    hidden [B, T, d] float; labels [B, T] int, IGNORE where not learned; gamma: discount per place; chunk: positions
+    computed at once; boundaries: see `windows`.
+
+    Returns the loss [] and {"ce" [n], "count" [n]}. With l_j = log q(x_j | x_<j) and valid_j the labels that place j
+    has in a sequence, ce_j = sum over sequences of -sum_t l_j / max(1, valid_j), and the loss is
+    sum_j gamma^(j-1) ce_j / sum_j gamma^(j-1); the paper's formula leaves that last division out, its code
+    does not. It is a *sum* over sequences: divide by B for the mean.
+    """
+    n = config.circuit.window
+    x = windows(labels, n, boundaries)
+    valid = x != IGNORE
+    count = jnp.sum(valid, 1)
+    share = valid / jnp.maximum(count, 1)[:, None]
+    flat = (hidden.reshape(-1, hidden.shape[-1]), x.reshape(-1, n), share.reshape(-1, n))
+    ce = _window_cross_entropy(params, config, *flat, chunk)
+    return jnp.sum(discounts(n, gamma) * ce), {"ce": ce, "count": jnp.sum(count, 0)}
+
+
+def _window_cross_entropy(
+    params: Params, config: HeadConfig, hidden: jax.Array, x: jax.Array, share: jax.Array, chunk: int
+) -> jax.Array:
+    """-sum_c share[c, j] log q(x_j | x_<j) for every place j. hidden [C, d], x and share [C, n] -> [n]."""
+    chunk = min(chunk, hidden.shape[0])
+    scores = head.leaf_scores(params, config, hidden, x, chunk)
+    # Widened, so that the scan below sums the gradient of the mixture weights in float32.
+    mixture = {name: params[name].astype(scores.dtype) for name in ("sums", "bias") if name in params}
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(total, batch):
+        hidden, scores, x, share = batch
+        narrow = {name: w.astype(params[name].dtype) for name, w in mixture.items()}
+        steps = config.circuit.step_log_probs(head.sums(narrow, config, hidden), scores, x != IGNORE)
+        return total - jnp.sum(share * steps, 0), None
+
+    zero = jnp.zeros(x.shape[1], scores.dtype)
+    return jax.lax.scan(step, zero, _chunks((hidden, scores, x, share), chunk, (0, 0, IGNORE, 0)))[0]
+
+
+def next_byte_loss(
+    features: jax.Array, labels: jax.Array, unembed: Callable | None = None, chunk: int = 1024
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean cross-entropy of the next byte over all labels that are not IGNORE.
+
+    features [B, T, v] logits; or [B, T, d] hidden states with `unembed` (hidden -> logits), whose logits then exist for
+    `chunk` positions at a time. labels [B, T] int. Returns the loss [] and {"ce" [], the same, "count" []}.
+    """
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(total, batch):
+        features, labels = batch
+        logits = features if unembed is None else unembed(features)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        hit = jnp.arange(logits.shape[-1]) == labels[:, None]
+        log_prob = jnp.sum(jnp.where(hit, logits, 0), -1) - jax.nn.logsumexp(logits, -1)
+        return total - jnp.sum(jnp.where(labels != IGNORE, log_prob, 0)), None
+
+    flat = (features.reshape(-1, features.shape[-1]), labels.reshape(-1))
+    chunk = flat[1].shape[0] if unembed is None else min(chunk, flat[1].shape[0])
+    zero = jnp.zeros((), jnp.promote_types(features.dtype, jnp.float32))
+    total = jax.lax.scan(step, zero, _chunks(flat, chunk, (0, IGNORE)))[0]
+    count = jnp.sum(labels != IGNORE)
+    loss = total / jnp.maximum(count, 1)
+    return loss, {"ce": loss, "count": count}
+
+
+def _chunks(arrays: Sequence[jax.Array], chunk: int, fill: Sequence[int]) -> tuple[jax.Array, ...]:
+    """Each array [C, ...] -> [ceil(C / chunk), chunk, ...], the last chunk filled up with its `fill`."""
+    chunks = -(-arrays[0].shape[0] // chunk)
+
+    def split(a, value):
+        padding = [(0, chunks * chunk - a.shape[0])] + [(0, 0)] * (a.ndim - 1)
+        return jnp.pad(a, padding, constant_values=value).reshape(chunks, chunk, *a.shape[1:])
+
+    return tuple(map(split, arrays, fill))

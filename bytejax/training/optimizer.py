@@ -1,0 +1,53 @@
+"""The optimiser: AdamW or Muon after clipping, with warm-up and a schedule, and an optional moving average of the weights."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from bytejax.training.config import Optimizer
+
+_DictKey = jax.tree_util.DictKey
+
+
+def schedule(o: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of step 0, 1, ...: linear warm-up from 0 to the peak, then as the config says until `steps`."""
+    rest, end = max(steps - o.warmup_steps, 1), o.learning_rate * o.final_fraction
+    after = {
+        "constant": optax.constant_schedule(o.learning_rate),
+        "cosine": optax.cosine_decay_schedule(o.learning_rate, rest, o.final_fraction),
+        "linear": optax.linear_schedule(o.learning_rate, end, rest),
+    }[o.schedule]
+    warmup = optax.linear_schedule(o.learning_rate / max(o.warmup_steps, 1), o.learning_rate, o.warmup_steps)
+    return optax.join_schedules([warmup, after], [o.warmup_steps])
+
+
+def make(o: Optimizer, steps: int, decayed: optax.Params) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) or Muon (Jordan et al., 2024) after clipping.
+
+    decayed: a tree of bools, True where weight decay applies, which is at matrices. Muon takes the matrices of the stacked
+    layers, scaled to AdamW's typical step (Liu et al., 2025, arXiv 2502.16982); all else stays with AdamW.
+    """
+    rate = schedule(o, steps)
+    if o.name == "adamw":
+        rule = optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=decayed)
+    else:
+        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+        in_stack = lambda path, decays: matrix if decays and _DictKey("layers") in path else None
+        rule = optax.contrib.muon(
+            rate,
+            weight_decay=o.weight_decay,
+            weight_decay_mask=decayed,
+            adam_b1=o.beta1,
+            adam_b2=o.beta2,
+            adam_weight_decay=o.weight_decay,
+            muon_weight_dimension_numbers=jax.tree_util.tree_map_with_path(in_stack, decayed),
+            consistent_rms=0.2,
+        )
+    return optax.chain(optax.clip_by_global_norm(o.clip), rule)
+
+
+def moving_average(average: optax.Params, params: optax.Params, decay: float, step: jax.Array) -> optax.Params:
+    """The average after `step` updates; its decay grows with the steps so that the beginning is forgotten."""
+    d = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda a, p: a * d + p * (1 - d), average, params)

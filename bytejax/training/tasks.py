@@ -1,0 +1,144 @@
+"""What is trained and by which loss: a byte-level target, or circuit heads on a frozen one.
+
+A task says how its members begin, what their losses are, and how they are written for decoding.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytejax import circuits, loading, parameters, tokenizers
+from bytejax.circuits import head as heads
+from bytejax.circuits.head import HeadConfig
+from bytejax.models import llama
+from bytejax.parameters import Params
+from bytejax.training import losses
+from bytejax.training.config import Config
+from bytejax.training.data import Batch
+from bytejax.training.step import Members
+
+NATS_PER_BIT = float(np.log(2.0))
+OWN_HEADS = "mtp"  # directory beside a target's weights with the multi-byte heads it was trained with
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One kind of training.
+
+    init: parameters of every member, float32.
+    decayed: the same trees of bools, True where weight decay applies.
+    frozen: a pytree that the losses read and nothing changes.
+    loss: (params, frozen, batch) -> (loss in nats of each member, further metrics), see `step.make_step`.
+    export: writes the members below a directory, ready for decoding.
+    headline: name of the metric in bits per byte that stands for the run.
+    identity: what besides config and corpus the run depends on, for telling its checkpoints from others'.
+    """
+
+    init: Members
+    decayed: Members
+    frozen: Any
+    loss: Callable[[Members, Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
+    export: Callable[[Path, Members], None]
+    headline: str
+    identity: dict[str, str]
+
+
+def make(config: Config) -> Task:
+    """The task of a config. Raises InputError for a target that cannot be loaded or does not fit."""
+    return _target_task(config) if config.task == "target" else _head_task(config)
+
+
+def _target_task(config: Config) -> Task:
+    tokenizer, dtype, mtp = tokenizers.DEMO, jnp.dtype(config.compute_dtype), config.mtp
+    sizes = dataclasses.asdict(config.architecture)
+    architecture = llama.Config(vocab=tokenizer.vocab, context=config.data.sequence_length, **sizes)
+    head = mtp and HeadConfig(circuits.FF(mtp.window), architecture.width, tokenizer.vocab, None)
+    table = {"model": llama.table(architecture)} | ({"mtp": heads.table(head)} if mtp else {})
+
+    def model(params):
+        return llama.Llama(params=params["model"], config=architecture, tokenizer=tokenizer)
+
+    def loss(params, frozen, batch):
+        p = cast(params["target"], dtype)
+        target = model(p).unrolled()  # on CPU a scan over layers would copy weights, and no layer fuses with the next
+        hidden = target.states(batch["ids"])
+        total, _ = losses.next_byte_loss(hidden, batch["labels"], target.unembed, config.chunk)
+        extra = {"bits_per_byte": total / NATS_PER_BIT}
+        if mtp:
+            window = window_nats(p["mtp"], head, hidden, batch["labels"], mtp.gamma, config.chunk)
+            extra["mtp/bits_per_byte"] = window / NATS_PER_BIT
+            total = total + mtp.weight * window
+        return {"target": total}, extra
+
+    def export(directory: Path, members: Members) -> None:
+        loading.save_target(directory, model(members["target"]))
+        if mtp:
+            loading.save_head(directory / OWN_HEADS, head, members["target"]["mtp"])
+
+    init = {"target": parameters.init(table, jax.random.key(config.seed))}
+    return Task(init, {"target": decayed(table)}, (), loss, export, "bits_per_byte", {})
+
+
+def _head_task(config: Config) -> Task:
+    target, dtype = loading.load_target(config.target), jnp.dtype(config.compute_dtype)
+    configs = {
+        name: HeadConfig(circuits.make(h.circuit, h.window, h.rank), target.width, target.vocab, h.adapter_rank)
+        for name, h in config.heads.items()
+    }
+    tables = {name: heads.table(h) for name, h in configs.items()}
+    matrices = own_heads(Path(config.target), target)
+    key = jax.random.key(config.seed)
+    init = {
+        name: heads.from_unembeddings(parameters.init(tables[name], key), h, matrices) for name, h in configs.items()
+    }
+
+    def loss(params, frozen, batch):
+        hidden = cast(frozen, dtype).states(batch["ids"])  # once for all heads
+        nats = {
+            name: window_nats(cast(params[name], dtype), h, hidden, batch["labels"], config.gamma, config.chunk)
+            for name, h in configs.items()
+        }
+        return nats, {f"{name}/bits_per_byte": x / NATS_PER_BIT for name, x in nats.items()}
+
+    def export(directory: Path, members: Members) -> None:
+        for name, h in configs.items():
+            loading.save_head(directory / name, h, members[name])
+
+    masks = {name: decayed(t) for name, t in tables.items()}
+    headline = f"{next(iter(configs))}/bits_per_byte"
+    digest = hashlib.sha256((Path(config.target) / loading.WEIGHTS).read_bytes()).hexdigest()
+    return Task(init, masks, target.unrolled(), loss, export, headline, {"target_sha256": digest})
+
+
+def window_nats(
+    params: Params, head: HeadConfig, hidden: jax.Array, labels: jax.Array, gamma: float, chunk: int
+) -> jax.Array:
+    """Window loss in nats per byte, the mean over the sequences that have labels. hidden [B, T, d], labels [B, T]."""
+    total, _ = losses.window_loss(params, head, hidden, labels, gamma, chunk, tokenizers.DEMO.stop)
+    return total / jnp.maximum((labels != losses.IGNORE).any(1).sum(), 1)
+
+
+def own_heads(directory: Path, target: llama.Llama) -> jax.Array:
+    """[m, v, d]: the target's own unembedding, then the later positions of its multi-byte heads where it has them."""
+    p = target.params
+    first = (p["embedding"] if target.config.tied else p["head"].T)[None]
+    if not (directory / OWN_HEADS).is_dir():
+        return first
+    _, ff = loading.load_head(directory / OWN_HEADS)
+    return jnp.concatenate([first, ff["leaves"][1:, 0]])
+
+
+def decayed(table: parameters.Table) -> dict[str, Any]:
+    """Where weight decay applies: arrays that are matrices in one layer. Stacking does not make a norm's scale one."""
+    return {k: decayed(p) if isinstance(p, Mapping) else len(p.shape) >= 2 for k, p in table.items()}
+
+
+def cast(tree: Any, dtype: jnp.dtype) -> Any:
+    """All arrays in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
