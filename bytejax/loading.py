@@ -13,12 +13,15 @@ import jax.numpy as jnp
 
 from bytejax import circuits, parameters
 from bytejax.circuits import head as heads
+from bytejax.drafters.base import Autoregressive, Drafter
+from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.errors import InputError
 from bytejax.models import llama
 from bytejax.models.base import Target
 from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
+DEFAULT_DRAFTER = "btree-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
 WEIGHTS = "model.safetensors"
@@ -40,8 +43,11 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     _save(Path(directory), config, target.params, dtype)
 
 
-def load_target(source: Path | str, dtype: str = "float32") -> Target:
-    """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16")."""
+def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None = None) -> Target:
+    """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16").
+
+    unroll: hold the layers one by one instead of stacked; None does so on CPU, where a scan would copy the weights.
+    """
     directory = DEMO / "target" if str(source) == "demo" else Path(source)
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
@@ -55,7 +61,28 @@ def load_target(source: Path | str, dtype: str = "float32") -> Target:
     except (KeyError, TypeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
-    return make_target(params=params, config=config, tokenizer=tokenizer)
+    target = make_target(params=params, config=config, tokenizer=tokenizer)
+    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
+    return target.unrolled() if unroll else target
+
+
+def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
+    """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or "none".
+
+    options: fields of the drafter, e.g. greedy_rule="joint" of a circuit drafter. Parameters get the target's dtype.
+    Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
+    """
+    if str(source) == "none":
+        drafter = _with_options(Autoregressive(), options)
+    else:
+        directory = Path(source) if Path(source).is_dir() else DEMO / str(source)
+        if str(source) in ("", ".", "target") or not directory.is_dir():
+            known = ", ".join(["none", *demo_drafters()])
+            raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
+        config, params = load_head(directory, _dtype_name(target))
+        drafter = _with_options(CircuitDrafter(params=params, config=config), options)
+    drafter.check(target)
+    return drafter
 
 
 def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtype=jnp.bfloat16) -> None:
@@ -69,6 +96,7 @@ def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtyp
         "width": config.width,
         "vocab": config.vocab,
         "adapter_rank": config.adapter_rank,
+        "feed_width": config.feed_width,
     }
     _save(Path(directory), saved, params, dtype)
 
@@ -79,10 +107,24 @@ def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.Head
     saved = _read_config(directory, "bytejax-drafter")
     try:
         circuit = circuits.make(saved["circuit"], saved["window"], saved["rank"])
-        config = heads.HeadConfig(circuit, saved["width"], saved["vocab"], saved["adapter_rank"])
+        sizes = (saved[name] for name in ("width", "vocab", "adapter_rank", "feed_width"))
+        config = heads.HeadConfig(circuit, *sizes)
     except (KeyError, TypeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a circuit head ({e})") from None
     return config, parameters.load(directory / WEIGHTS, heads.table(config), DTYPES[dtype])
+
+
+def _with_options(drafter: Drafter, options: dict) -> Drafter:
+    known = [f.name for f in dataclasses.fields(drafter) if f.name not in ("params", "config")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise InputError(f"drafter option {unknown[0]!r} is unknown; known: {', '.join(known) or 'none'}")
+    return drafter.replace(**options)
+
+
+def _dtype_name(target: Target) -> str:
+    dtype = jax.tree.leaves(target.params)[0].dtype
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def _save(directory: Path, config: dict, params: Any, dtype) -> None:

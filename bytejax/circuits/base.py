@@ -114,6 +114,19 @@ class Circuit(abc.ABC):
         """z, the number of rows of `Theta.sums`."""
         return 1 + (self.blocks - 1) * self.rank
 
+    @property
+    def opening_blocks(self) -> tuple[int, ...]:
+        """The blocks of sums that the law of x_1 depends on."""
+        return (0,)
+
+    @property
+    def opening_rows(self) -> np.ndarray:
+        """[z] bool: the rows of those blocks."""
+        rows = np.zeros(self.sum_rows, bool)
+        for k in self.opening_blocks:
+            rows[self._rows(k)] = True
+        return rows
+
     def _block(self, sums: jax.Array, k: int) -> jax.Array:
         return sums[..., :1, :] if k == 0 else sums[..., self._rows(k), :]
 
@@ -153,7 +166,8 @@ class Circuit(abc.ABC):
 
     def log_prob(self, theta: Theta, x: jax.Array) -> jax.Array:
         """log q(x). x [..., n] int -> [...]."""
-        scores = gather_scores(theta.leaves, self._window(x))
+        x = self._window(x)
+        scores = gather_scores(theta.leaves, x)
         return self._upward(theta.sums, scores, lambda _, terms: log_sum_exp(terms))
 
     def prefix_log_probs(self, theta: Theta, x: jax.Array, observed: jax.Array | None = None) -> jax.Array:

@@ -3,6 +3,11 @@
 Both the leaves and the sums are softmaxes of linear maps of the hidden state. The *full* head has one unembedding per
 position and component; the *low-memory* head one per position, plus a low-rank adapter per component.
 
+A head may be *fed* its window's first byte: leaf 1 and the mixtures above it come from the hidden state alone, so that
+byte 1 has its proper law, and everything else from a small mix of the hidden state and that byte. The window's law is still
+q(x_1) q(x_2.. | x_1), and under bonus conditioning (drafters draft x_2.. given the x_1 that the target chose) it sees what
+the evidence on leaf 1 alone can only hint at.
+
 Einsum letters: n window, r and y rank, v vocabulary, d model width, k adapter rank, z rows of the sums, c positions.
 """
 
@@ -27,17 +32,22 @@ ADAPTED = ("shared", "down", "up")
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """circuit; width d of the hidden state; vocab v; adapter_rank k of the low-memory head, None for the full one."""
+    """circuit; width d of the hidden state; vocab v.
+
+    adapter_rank: k of the low-memory head, None for the full one.
+    feed_width: size of the feed-forward layer that mixes in the window's first byte, None for a head that is not fed.
+    """
 
     circuit: Circuit
     width: int
     vocab: int
     adapter_rank: int | None
+    feed_width: int | None = None
 
     def __post_init__(self):
-        for field in ("width", "vocab", "adapter_rank"):
+        for field in ("width", "vocab", "adapter_rank", "feed_width"):
             value = getattr(self, field)
-            optional = field == "adapter_rank" and value is None
+            optional = field in ("adapter_rank", "feed_width") and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InputError(f"circuit head: {field} must be a positive integer, got {value!r}")
 
@@ -64,6 +74,15 @@ def table(config: HeadConfig) -> Table:
         head["sums"] = Param((z, r, d), ("mixture", "rank", "embed"), _uniform)
     if r > 1 and isinstance(circuit, HMM):
         head["bias"] = Param((z, r), ("mixture", "rank"), _identity)
+    if f := config.feed_width:
+        zeros, into = jax.nn.initializers.zeros, parameters.normal(d**-0.5)
+        head["feed"] = {
+            "embedding": Param((v, d), ("vocab", "embed"), zeros),
+            "norm": Param((d,), ("embed",), jax.nn.initializers.ones),
+            "gate": Param((d, f), ("embed", "ffn"), into),
+            "up": Param((d, f), ("embed", "ffn"), into),
+            "down": Param((f, d), ("ffn", "embed"), zeros),
+        }
     return head
 
 
@@ -72,40 +91,73 @@ def count(config: HeadConfig) -> int:
     return parameters.count(table(config))
 
 
-def theta(params: Params, config: HeadConfig, hidden: jax.Array) -> Theta:
-    """The circuit's parameters for each hidden state. hidden [..., d], any float dtype -> Theta in at least float32."""
+def fed(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array) -> jax.Array:
+    """Features of all but leaf 1 and the mixtures above it: the hidden state, mixed with the first byte if the head is fed.
+
+    hidden [..., d]; first [...] int, negative where the byte is not known -> [..., d].
+    """
+    if config.feed_width is None:
+        return hidden
+    p = params["feed"]
+    mixed = hidden + jnp.where((first >= 0)[..., None], p["embedding"][jnp.maximum(first, 0)], 0).astype(hidden.dtype)
+    wide = mixed.astype(_wide(mixed))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * p["norm"]
+    normed = normed.astype(hidden.dtype)
+    return mixed + (jax.nn.silu(normed @ p["gate"]) * (normed @ p["up"])) @ p["down"]
+
+
+def theta(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array | None = None) -> Theta:
+    """The circuit's parameters for each hidden state, to be conditioned on `first` if the head is fed.
+
+    hidden [..., d], any float dtype; first [...] int, None where not known -> Theta in at least float32.
+    """
     wide = _wide(hidden)
+    late = hidden if first is None else fed(params, config, hidden, first)
     if config.adapter_rank is None:
-        leaves = jnp.einsum("...d,nrvd->...nrv", hidden, params["leaves"], preferred_element_type=wide)
+        project = lambda h, w: jnp.einsum("...d,nrvd->...nrv", h, w["leaves"], preferred_element_type=wide)
     else:
-        shared = jnp.einsum("...d,nvd->...nv", hidden, params["shared"], preferred_element_type=wide)
-        low = jnp.einsum("...d,nrkd->...nrk", hidden, params["down"])
-        adapted = jnp.einsum("...nrk,nrvk->...nrv", low, params["up"], preferred_element_type=wide)
-        leaves = shared[..., None, :] + adapted
-    return config.circuit.normalise(_sum_logits(params, config, hidden), leaves)
+
+        def project(h, w):
+            shared = jnp.einsum("...d,nvd->...nv", h, w["shared"], preferred_element_type=wide)
+            low = jnp.einsum("...d,nrkd->...nrk", h, w["down"])
+            adapted = jnp.einsum("...nrk,nrvk->...nrv", low, w["up"], preferred_element_type=wide)
+            return shared[..., None, :] + adapted
+
+    names = ("leaves",) if config.adapter_rank is None else ADAPTED
+    if late is hidden:
+        leaves = project(hidden, params)
+    else:
+        one, rest = ({name: params[name][part] for name in names} for part in (slice(0, 1), slice(1, None)))
+        leaves = jnp.concatenate([project(hidden, one), project(late, rest)], axis=-3)
+    return config.circuit.normalise(_sum_logits(params, config, hidden, late), leaves)
 
 
-def sums(params: Params, config: HeadConfig, hidden: jax.Array) -> jax.Array:
-    """Only `Theta.sums`: hidden [..., d] -> [..., z, r], at least float32."""
-    return jax.nn.log_softmax(_sum_logits(params, config, hidden))
+def sums(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:
+    """Only `Theta.sums`: hidden and late (see `fed`) [..., d] -> [..., z, r], at least float32."""
+    return jax.nn.log_softmax(_sum_logits(params, config, hidden, late))
 
 
-def leaf_scores(params: Params, config: HeadConfig, hidden: jax.Array, windows: jax.Array, chunk: int) -> jax.Array:
+def leaf_scores(
+    params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array, windows: jax.Array, chunk: int
+) -> jax.Array:
     """Log-probability of each window's bytes under each component, without ever holding all the logits.
 
-    hidden [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how many of the C positions
-    at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk` positions of it at a
+    hidden and late (see `fed`) [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how many
+    of the C positions at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk` positions of it at a
     time, so that the logits alive are [r, v, chunk], forwards and backwards; a gradient is summed in float32.
     """
     chunks = -(-hidden.shape[0] // chunk)
     padding = chunks * chunk - hidden.shape[0]
     x = jnp.pad(windows.T, ((0, 0), (0, padding)), constant_values=-1).reshape(-1, chunks, chunk)
-    h = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
+    split = lambda h: jnp.pad(h, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
+    early, later = split(hidden), hidden is late or split(late)
+    is_first = jnp.arange(config.circuit.window) == 0
     leaf = {name: params[name] for name in (("leaves",) if config.adapter_rank is None else ADAPTED)}
 
     # Both levels are rematerialised: outside, so that no widened weights are kept; inside, so that no logits are.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def place(leaf, x):
+    def place(leaf, x, first):
+        h = early if later is True else jnp.where(first, early, later)
         # A scan sums the gradient of a constant in the constant's dtype: hand it wide weights, narrow them inside.
         wide = jax.tree.map(lambda w: w.astype(_wide(w)), leaf)
 
@@ -117,7 +169,7 @@ def leaf_scores(params: Params, config: HeadConfig, hidden: jax.Array, windows: 
         scores = jax.lax.scan(step, None, (h, x))[1]
         return scores.transpose(0, 2, 1).reshape(chunks * chunk, -1)
 
-    scores = jax.lax.scan(lambda _, leaf_and_x: (None, place(*leaf_and_x)), None, (leaf, x))[1]
+    scores = jax.lax.scan(lambda _, xs: (None, place(*xs)), None, (leaf, x, is_first))[1]
     return scores.transpose(1, 0, 2)[: hidden.shape[0]]
 
 
@@ -125,7 +177,8 @@ def window_scores(
     params: Params, config: HeadConfig, hidden: jax.Array, windows: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
     """What `Circuit.prefix_from_scores` needs: sums [C, z, r] and `leaf_scores` [C, n, r]."""
-    return sums(params, config, hidden), leaf_scores(params, config, hidden, windows, chunk)
+    late = fed(params, config, hidden, windows[:, 0])
+    return sums(params, config, hidden, late), leaf_scores(params, config, hidden, late, windows, chunk)
 
 
 def from_unembeddings(params: Params, config: HeadConfig, matrices: jax.Array) -> Params:
@@ -139,9 +192,9 @@ def from_unembeddings(params: Params, config: HeadConfig, matrices: jax.Array) -
         raise InputError(f"circuit head: expected heads [m, {config.vocab}, {config.width}], got {matrices.shape}")
     m = min(matrices.shape[0], config.circuit.window)
     if config.adapter_rank is None:
-        leaves = params["leaves"]
+        leaves = jnp.asarray(params["leaves"])
         return params | {"leaves": leaves.at[:m].set(matrices[:m, None].astype(leaves.dtype))}
-    shared, up = params["shared"], params["up"]
+    shared, up = jnp.asarray(params["shared"]), jnp.asarray(params["up"])
     return params | {"shared": shared.at[:m].set(matrices[:m].astype(shared.dtype)), "up": up.at[:m].set(0)}
 
 
@@ -177,10 +230,17 @@ def _repeat_backward(times: int, _: None, g: jax.Array) -> tuple[jax.Array]:
 _repeat.defvjp(lambda x, times: (_repeat(x, times), None), _repeat_backward)
 
 
-def _sum_logits(params: Params, config: HeadConfig, hidden: jax.Array) -> jax.Array:
+def _sum_logits(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:
     if "sums" not in params:
         return jnp.zeros((*hidden.shape[:-1], config.circuit.sum_rows, config.circuit.rank), _wide(hidden))
-    logits = jnp.einsum("...d,zyd->...zy", hidden, params["sums"], preferred_element_type=_wide(hidden))
+    project = lambda h, rows: jnp.einsum("...d,zyd->...zy", h, rows, preferred_element_type=_wide(hidden))
+    if late is hidden:
+        logits = project(hidden, params["sums"])
+    else:
+        opening = config.circuit.opening_rows
+        parts = [project(hidden, params["sums"][opening]), project(late, params["sums"][~opening])]
+        back = np.argsort(np.argsort(~opening, kind="stable"), kind="stable")
+        logits = jnp.concatenate(parts, axis=-2)[..., back, :]
     return logits + params["bias"] if "bias" in params else logits
 
 

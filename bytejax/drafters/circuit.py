@@ -50,7 +50,7 @@ class CircuitDrafter(Drafter):
 
     def propose(self, state, root, keys, warp):
         circuit = self.config.circuit
-        theta = heads.theta(self.params, self.config, state)
+        theta = heads.theta(self.params, self.config, state, root)
         theta = Theta(warp.sums(theta.sums), warp.log_probs(theta.leaves))
         theta = circuit.condition(theta, root)
         if warp.greedy:

@@ -15,7 +15,10 @@ from bytejax import parameters
 from bytejax.errors import InputError
 from bytejax.models import layers as L
 from bytejax.models.base import Block, Extended, Target
+from bytejax.models.causal import causal_attention
 from bytejax.parameters import Param, Table
+
+ATTENTION_BLOCK = 256  # queries at a time in whole sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,7 @@ class Llama(Target):
 
         def step(x, p, k_slots, v_slots):
             q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+            k, v = L.kv_layout(k, v)
             x = self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal))
             put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0, 0, 0))
             return x, (put(k_slots, k), put(v_slots, v))
@@ -167,6 +171,7 @@ class Llama(Target):
 
         def step(x, p, k_slots, v_slots):
             q, k, v = self._qkv(p, x, positions)
+            k, v = L.kv_layout(k, v)
             k_slots = L.write_rows(k_slots, k, cache.lengths, axis=2)
             v_slots = L.write_rows(v_slots, v, cache.lengths, axis=1)
             return self._after_attention(p, x, L.attend(q, k_slots, v_slots, mask)), (k_slots, v_slots)
@@ -202,25 +207,23 @@ class Llama(Target):
         return L.dense(hidden, self.params["head"], self.transposed).astype(jnp.float32)
 
     def states(self, ids):
-        t = ids.shape[1]
-        causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
+        positions = jnp.arange(ids.shape[1])[None]
 
         def step(x, p):
-            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
-            return self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal)), None
+            return self._after_attention(p, x, causal_attention(*self._qkv(p, x, positions), ATTENTION_BLOCK)), None
 
         x, _ = L.run_layers(self.params["layers"], step, self.embed(ids))
         return self._final_norm(x)
 
     def _qkv(self, p, x, positions):
-        """q [B, T, heads, H]; k and v as caches hold them."""
+        """q [B, T, K*G, H]; k, v [B, T, K, H]."""
         c, (b, t, _) = self.config, x.shape
         h = L.rms_norm(x, p["attention_norm"], c.norm_eps)
         q = L.dense(h, p["q"], self.transposed).reshape(b, t, c.heads, c.head_dim)
         k = L.dense(h, p["k"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
         v = L.dense(h, p["v"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
         q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
-        return q, *L.kv_layout(k, v)
+        return q, k, v
 
     def _after_attention(self, p, x, mixed):
         x = x + L.dense(mixed, p["o"], self.transposed)

@@ -69,12 +69,16 @@ class MultiByte:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A circuit head: circuit "ff", "cp", "hmm" or "btree"; window n; rank r; rank of the per-component adapters."""
+    """A circuit head: circuit "ff", "cp", "hmm" or "btree"; window n; rank r; rank of the per-component adapters.
+
+    feed_width: see `circuits.head.HeadConfig`.
+    """
 
     circuit: str = MISSING
     window: int = MISSING
     rank: int = MISSING
     adapter_rank: int | None = MISSING
+    feed_width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +231,8 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         positive |= {f"heads.{name}.window": h.window, f"heads.{name}.rank": h.rank}
         if h.adapter_rank is not None:
             positive[f"heads.{name}.adapter_rank"] = h.adapter_rank
+        if h.feed_width is not None:
+            positive[f"heads.{name}.feed_width"] = h.feed_width
     fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
     from_zero = {"optimizer.final_fraction": o.final_fraction}
     below_one = {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2, "optimizer.ema": o.ema or 0.0}

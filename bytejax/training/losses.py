@@ -23,6 +23,7 @@ def windows(labels: jax.Array, n: int, boundaries: Sequence[int] = ()) -> jax.Ar
     boundaries: ids that end a document (the last label a window may hold); labels after one are IGNORE, so that in
     packed rows no window crosses into the next document.
     """
+    labels = jnp.asarray(labels)
     length = labels.shape[1]
     ends = jnp.isin(labels, jnp.asarray(boundaries, labels.dtype)) if len(boundaries) else jnp.zeros(labels.shape, bool)
     document = jnp.cumsum(ends, 1) - ends
@@ -73,19 +74,21 @@ def _window_cross_entropy(
 ) -> jax.Array:
     """-sum_c share[c, j] log q(x_j | x_<j) for every place j. hidden [C, d], x and share [C, n] -> [n]."""
     chunk = min(chunk, hidden.shape[0])
-    scores = head.leaf_scores(params, config, hidden, x, chunk)
+    late = head.fed(params, config, hidden, x[:, 0])
+    scores = head.leaf_scores(params, config, hidden, late, x, chunk)
     # Widened, so that the scan below sums the gradient of the mixture weights in float32.
     mixture = {name: params[name].astype(scores.dtype) for name in ("sums", "bias") if name in params}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(total, batch):
-        hidden, scores, x, share = batch
+        hidden, late, scores, x, share = batch
+        late = hidden if config.feed_width is None else late
         narrow = {name: w.astype(params[name].dtype) for name, w in mixture.items()}
-        steps = config.circuit.step_log_probs(head.sums(narrow, config, hidden), scores, x != IGNORE)
+        steps = config.circuit.step_log_probs(head.sums(narrow, config, hidden, late), scores, x != IGNORE)
         return total - jnp.sum(share * steps, 0), None
 
     zero = jnp.zeros(x.shape[1], scores.dtype)
-    return jax.lax.scan(step, zero, _chunks((hidden, scores, x, share), chunk, (0, 0, IGNORE, 0)))[0]
+    return jax.lax.scan(step, zero, _chunks((hidden, late, scores, x, share), chunk, (0, 0, 0, IGNORE, 0)))[0]
 
 
 def next_byte_loss(

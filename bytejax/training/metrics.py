@@ -42,7 +42,9 @@ class Log:
         """One training record, with step and bytes_per_second: written, and shown as a bar or a line."""
         self._write({"kind": "train"} | dict(metrics))
         done = int(metrics["step"])
-        text = f"bits/byte {metrics[headline]:.3f}  {metrics['bytes_per_second'] / 1e3:.1f} kB/s"
+        loss = sum(x for k, x in metrics.items() if k.startswith("loss/"))
+        speed = metrics["bytes_per_second"] / 1e3
+        text = f"loss {loss:.3f}  bits/byte {metrics[headline]:.3f}  {speed:.1f} kB/s"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, text=text)
         else:

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW or Muon after clipping, with warm-up and a schedule, and an optional moving average of the weights."""
+"""The optimiser: AdamW or Muon after clipping, warm-up and a schedule, an optional moving average of the weights."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,6 @@ import optax
 import optax.contrib
 
 from bytejax.training.config import Optimizer
-
-_DictKey = jax.tree_util.DictKey
 
 
 def schedule(o: Optimizer, steps: int) -> optax.Schedule:
@@ -25,15 +23,18 @@ def schedule(o: Optimizer, steps: int) -> optax.Schedule:
 def make(o: Optimizer, steps: int, decayed: optax.Params) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) or Muon (Jordan et al., 2024) after clipping.
 
-    decayed: a tree of bools, True where weight decay applies, which is at matrices. Muon takes the matrices of the stacked
-    layers, scaled to AdamW's typical step (Liu et al., 2025, arXiv 2502.16982); all else stays with AdamW.
+    decayed: a tree of bools, True where weight decay applies, which is at matrices. Muon takes the matrices of the
+    stacked layers, scaled to AdamW's typical step (Liu et al., 2025, arXiv 2502.16982); all else stays with AdamW.
     """
     rate = schedule(o, steps)
     if o.name == "adamw":
         rule = optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=decayed)
     else:
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-        in_stack = lambda path, decays: matrix if decays and _DictKey("layers") in path else None
+
+        def in_stack(path, decays):
+            return matrix if decays and jax.tree_util.DictKey("layers") in path else None
+
         rule = optax.contrib.muon(
             rate,
             weight_decay=o.weight_decay,

@@ -88,7 +88,9 @@ def _target_task(config: Config) -> Task:
 def _head_task(config: Config) -> Task:
     target, dtype = loading.load_target(config.target), jnp.dtype(config.compute_dtype)
     configs = {
-        name: HeadConfig(circuits.make(h.circuit, h.window, h.rank), target.width, target.vocab, h.adapter_rank)
+        name: HeadConfig(
+            circuits.make(h.circuit, h.window, h.rank), target.width, target.vocab, h.adapter_rank, h.feed_width
+        )
         for name, h in config.heads.items()
     }
     tables = {name: heads.table(h) for name, h in configs.items()}

@@ -5,10 +5,11 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 from omegaconf import OmegaConf
@@ -42,7 +43,7 @@ def run(config: Config) -> Outcome:
     """
     texts = load_corpus(config)
     task = tasks.make(config)
-    batches = data.batches(texts.train, config.data.sequence_length, config.data.batch, config.seed)
+    batches = _batches(config, texts)
     o = config.optimizer
     optimizers = {name: optimizer.make(o, config.steps, mask) for name, mask in task.decayed.items()}
     state = step.init(task.init, optimizers, o.ema)
@@ -71,6 +72,15 @@ def load_corpus(config: Config) -> corpus.Corpus:
     return corpus.stdlib() if d.source == "stdlib" else corpus.files(d.files, d.held_out)
 
 
+def first_batches(config: Config) -> Iterator[data.Batch]:
+    """The batches of a run from its beginning."""
+    return _batches(config, load_corpus(config))
+
+
+def _batches(config: Config, texts: corpus.Corpus) -> grain.DatasetIterator:
+    return data.batches(texts.train, config.data.sequence_length, config.data.batch, config.seed)
+
+
 @dataclasses.dataclass
 class _Loop:
     """The parts of a run; the state is handed from step to step."""
@@ -79,7 +89,7 @@ class _Loop:
     task: tasks.Task
     texts: corpus.Corpus
     optimizers: Mapping[str, Any]
-    batches: Any
+    batches: grain.DatasetIterator
     store: checkpoints.Checkpoints
     record: dict[str, Any]
     log: metrics.Log

@@ -1,0 +1,31 @@
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+.PHONY: demo test clean
+
+demo: $(VENV)/installed
+	$(PY) decode.py --compare < /dev/null
+
+test: $(VENV)/installed-for-tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest
+
+clean:
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("bytejax needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+# PyTorch first and by itself: its exact version decides what the rest may be.
+$(VENV)/installed-for-tests: $(VENV)/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,parity]'
+	touch $@

@@ -1,0 +1,201 @@
+"""Runs for `decode.py`: batches put together, drafting timed against autoregression, and the report of both."""
+
+import dataclasses
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bytejax
+from bytejax.decoding.generate import Generation, Result, Stats, generate
+from bytejax.decoding.logits import make_warp
+from bytejax.drafters.base import Autoregressive, Drafter
+from bytejax.models.base import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run. batches: lists of prompts (as ids); options: the other arguments of `generate`."""
+
+    target: Target
+    drafter: Drafter
+    batches: list[list[list[int]]]
+    options: dict[str, Any]
+
+    @property
+    def greedy(self) -> bool:
+        return self.options["temperature"] == 0
+
+    def run(self) -> Result:
+        """All batches, one after the other, as one result."""
+        return merge([generate(self.target, b, drafter=self.drafter, **self.options) for b in self.batches])
+
+    def warm_up(self) -> float:
+        """Compiles everything `run` needs and runs it once, for one cycle. -> seconds of compilation."""
+        seconds = 0.0
+        for batch in self.batches:
+            generation = Generation(self.target, batch, drafter=self.drafter, **self.options)
+            generation.advance(1)
+            seconds += generation.result().stats.compile_seconds
+        return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Drafting and autoregression on the same prompts.
+
+    drafted, baseline: the run with the median speed of each; the baseline is the faster layout of the target's kernels.
+    layout: which one it is. drafted_compile, baseline_compile: seconds.
+    identical: greedy only, else None: whether the ids are those of autoregression with the drafted run's own layout.
+    differences: one entry per prompt where they are not. identical_at_same_width: asked only then: whether they are
+        those of autoregression in blocks of the drafter's width, so that every difference is one of rounding.
+    """
+
+    drafted: Result
+    baseline: Result
+    layout: str
+    drafted_compile: float
+    baseline_compile: float
+    identical: bool | None
+    differences: list[dict[str, Any]]
+    identical_at_same_width: bool | None
+
+
+def compare(job: Job, repeats: int) -> Comparison:
+    """Times the job against one token at a time: everything compiled first, then `repeats` runs of each, in turns."""
+    alone = dataclasses.replace(job, drafter=Autoregressive())
+    sides = {"drafted": job, "[in, out]": alone}
+    if hasattr(job.target, "with_transposed_kernels"):
+        sides["[out, in]"] = dataclasses.replace(alone, target=job.target.with_transposed_kernels())
+    compiling = {name: side.warm_up() for name, side in sides.items()}
+    runs: dict[str, list[Result]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            runs[name].append(side.run())
+    drafted, *baselines = (_median(results) for results in runs.values())
+    layout, baseline = max(zip(list(sides)[1:], baselines), key=lambda x: x[1].stats.tokens_per_second)
+
+    identical, differences, same_width = None, [], None
+    if job.greedy:
+        expected = runs["[in, out]"][0].ids
+        identical = drafted.ids == expected
+        differences = _differences(job, drafted.ids, expected)
+    if identical is False:
+        padded = dataclasses.replace(job, drafter=Autoregressive(width=job.drafter.block_width))
+        same_width = padded.run().ids == drafted.ids
+    return Comparison(
+        drafted=drafted,
+        baseline=baseline,
+        layout=layout,
+        drafted_compile=compiling["drafted"],
+        baseline_compile=compiling[layout],
+        identical=identical,
+        differences=differences,
+        identical_at_same_width=same_width,
+    )
+
+
+def merge(results: Sequence[Result]) -> Result:
+    """Results of several batches as one; counts and times add up."""
+    stats = [r.stats for r in results]
+
+    def total(name):
+        return sum(getattr(s, name) for s in stats)
+
+    def rows(name):
+        return [row for r in results for row in getattr(r, name)]
+
+    forwards, seconds, texts = total("target_forwards"), total("decode_seconds"), rows("texts")
+    after_first = total("tokens") - len(texts)
+    # Every pass drafts as many bytes, so that the acceptance rates are weighted by passes.
+    accepted = sum(s.acceptance_rate * s.target_forwards for s in stats)
+    return Result(
+        ids=rows("ids"),
+        texts=texts,
+        finish_reasons=rows("finish_reasons"),
+        from_draft=rows("from_draft"),
+        stats=Stats(
+            tokens=total("tokens"),
+            target_forwards=forwards,
+            accept_length=after_first / forwards if forwards else 0.0,
+            accept_histogram=np.sum([s.accept_histogram for s in stats], axis=0).tolist(),
+            acceptance_rate=accepted / forwards if forwards else 0.0,
+            prefill_seconds=total("prefill_seconds"),
+            decode_seconds=seconds,
+            compile_seconds=total("compile_seconds"),
+            tokens_per_second=after_first / seconds if seconds else 0.0,
+        ),
+    )
+
+
+def report(first: Result | None, comparison: Comparison | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Everything `decode.py` has to say, as JSON values. Figures are the comparison's if there is one, else `first`'s.
+
+    first: a run made before, or instead of, the comparison; it may have compiled what the comparison then used.
+    """
+    result = comparison.drafted if comparison else first
+    compiling = [first.stats.compile_seconds] if first else []
+    baseline = None
+    if comparison:
+        compiling.append(comparison.drafted_compile)
+        baseline = dataclasses.asdict(comparison.baseline.stats)
+        baseline |= {"compile_seconds": comparison.baseline_compile, "layout": comparison.layout}
+    speed, slow = result.stats.tokens_per_second, baseline["tokens_per_second"] if baseline else None
+    return {
+        "identical": comparison.identical if comparison else None,
+        "ratio": speed / slow if slow else None,
+        "baseline_tokens_per_second": slow,
+        **dataclasses.asdict(result.stats),
+        "compile_seconds": sum(compiling),
+        "distinct_8grams": distinct(result.ids, 8),
+        "finish_reasons": result.finish_reasons,
+        "lossless": settings["verify"] == "on",
+        "differences": comparison.differences if comparison else [],
+        "identical_at_same_width": comparison.identical_at_same_width if comparison else None,
+        "baseline": baseline,
+        "settings": settings,
+        "text": result.texts[0] if len(result.texts) == 1 else result.texts,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware: what a figure depends on beside the settings."""
+    device = jax.devices()[0]
+    return {
+        "versions": {
+            "bytejax": bytejax.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
+        "device": f"{device.platform}: {device.device_kind}",
+        "cores": os.cpu_count(),
+    }
+
+
+def distinct(rows: Sequence[Sequence[int]], n: int) -> float | None:
+    """Distinct n-grams over all n-grams of the rows: near 0 for a loop. None where no row is n long."""
+    grams = [tuple(row[i : i + n]) for row in rows for i in range(len(row) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def _differences(job: Job, got: list[list[int]], expected: list[list[int]]) -> list[dict[str, Any]]:
+    """Where each row first differs, and how far apart the target's two likeliest ids are there (in logits)."""
+    target, found = job.target, []
+    banned = {*target.tokenizer.banned, *(target.tokenizer.stop if job.options["ignore_stop"] else ())}
+    warp = make_warp(target.vocab, 0.0, 0, 1.0, banned)
+    prompts = [prompt for batch in job.batches for prompt in batch]
+    for number, (prompt, a, b) in enumerate(zip(prompts, got, expected, strict=True)):
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+            logits = warp.masked(target.logits(jnp.asarray([prompt + a[:at]]))[0, -1])
+            second, first = np.sort(np.asarray(logits))[-2:]
+            found.append({"prompt": number, "position": at, "gap": float(first - second)})
+    return found
+
+
+def _median(results: list[Result]) -> Result:
+    return sorted(results, key=lambda r: r.stats.tokens_per_second)[(len(results) - 1) // 2]

@@ -1,0 +1,172 @@
+"""Greedy decoding is the target's own text, whatever the drafter."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import bytejax
+from bytejax.decoding import generate as g
+from bytejax.drafters.base import Autoregressive
+from tests.decoding.tiny import Oracle, make_drafter, make_target, near_tie
+
+PROMPTS = [[1, 2, 3], [4] * 17, list(range(20)), [7]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", ["ff", "cp", "hmm", "btree"])
+def test_equals_autoregression_of_the_same_width_bit_for_bit(name, batch, dtype):
+    target = make_target(dtype=dtype)
+    drafter = make_drafter(target, name)
+    for i in range(0, len(PROMPTS), batch):
+        options = dict(max_new_tokens=60)
+        drafted = bytejax.generate(target, PROMPTS[i : i + batch], drafter=drafter, **options)
+        padded = bytejax.generate(target, PROMPTS[i : i + batch], drafter=Autoregressive(width=5), **options)
+        assert drafted.ids == padded.ids
+        assert [len(x) for x in drafted.ids] == [60] * batch
+
+
+@pytest.mark.parametrize("window", [2, 3, 7])
+def test_oracle_drafts_cross_every_accept_length(window):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=80)
+    oracle = Oracle(truth=jnp.asarray(plain.ids), width=window)
+    drafted = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=80)
+    for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
+        assert a == b or near_tie(target, prompt, a, b)
+    if drafted.ids == plain.ids:
+        assert all(n > 0 for n in drafted.stats.accept_histogram[1:])
+    assert drafted.stats.target_forwards < plain.stats.target_forwards
+
+
+@pytest.mark.parametrize(("right", "length"), [(0, 1.0), (3, 4.0)])
+def test_accept_length_counts_kept_tokens_per_target_pass(right, length):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS[:1], max_new_tokens=61)
+    oracle = Oracle(truth=jnp.asarray(plain.ids), width=4, right=right)
+    drafted = bytejax.generate(target, PROMPTS[:1], drafter=oracle, max_new_tokens=61)
+    assert drafted.ids == plain.ids
+    assert drafted.stats.accept_length == length
+    assert drafted.stats.acceptance_rate == right / 3
+    assert drafted.stats.tokens == 61
+    assert sum(i * n for i, n in enumerate(drafted.stats.accept_histogram)) == 60
+    assert sum(drafted.from_draft[0]) == 60 * right // (right + 1)
+
+
+def test_a_stop_id_inside_a_block_ends_the_row_there():
+    free = bytejax.generate(make_target(), PROMPTS[:2], max_new_tokens=60)
+    for position in range(20, 28):  # every place in a block, whatever the accept lengths before it
+        stop = free.ids[0][position]
+        expected = free.ids[0][: free.ids[0].index(stop) + 1]
+        target = make_target(stop=(stop,))
+        oracle = Oracle(truth=jnp.asarray(free.ids), width=5)
+        result = bytejax.generate(target, PROMPTS[:2], drafter=oracle, max_new_tokens=60)
+        assert result.ids[0] == expected
+        assert result.finish_reasons[0] == "stop"
+        if stop not in free.ids[1]:
+            assert result.ids[1] == free.ids[1] and result.finish_reasons[1] == "length"
+
+
+def test_rows_have_their_own_limits_and_the_context_ends_them():
+    target = make_target(context=40)
+    free = bytejax.generate(target, PROMPTS, max_new_tokens=100)
+    assert [len(x) for x in free.ids] == [40 - len(p) for p in PROMPTS]
+    oracle = Oracle(truth=jnp.pad(jnp.asarray([x[:20] for x in free.ids]), ((0, 0), (0, 30))), width=6)
+    limited = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=[1, 2, 7, 19])
+    assert limited.ids == [x[:n] for x, n in zip(free.ids, [1, 2, 7, 19], strict=True)]
+    assert limited.finish_reasons == ["length"] * 4
+
+
+def test_banned_ids_never_appear():
+    free = bytejax.generate(make_target(), PROMPTS, max_new_tokens=50)
+    common = max(range(23), key=lambda i: sum(row.count(i) for row in free.ids))
+    target = make_target(banned=(common,))
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=50)
+    drafted = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=make_drafter(target, "cp", extra_ids=3))
+    assert common not in sum(plain.ids, [])
+    assert drafted.ids == plain.ids
+
+
+@pytest.mark.parametrize("rule", ["sequential", "joint"])
+def test_both_greedy_rules_of_a_circuit_are_lossless(rule):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=Autoregressive(width=5))
+    drafter = make_drafter(target, "btree", greedy_rule=rule)
+    assert bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter).ids == plain.ids
+
+
+def test_stacked_and_unrolled_layers_agree():
+    unrolled = make_target()
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *unrolled.params["layers"])
+    stacked = unrolled.replace(params=unrolled.params | {"layers": stack})
+    drafter = make_drafter(unrolled, "cp")
+    a, b = (bytejax.generate(t, PROMPTS, max_new_tokens=40, drafter=drafter).ids for t in (stacked, unrolled))
+    assert all(x == y or near_tie(unrolled, p, x, y) for p, x, y in zip(PROMPTS, a, b, strict=True))
+
+
+def test_transposed_kernels_give_the_same_text():
+    target = make_target()
+    a = bytejax.generate(target, PROMPTS, max_new_tokens=40).ids
+    b = bytejax.generate(target.with_transposed_kernels(), PROMPTS, max_new_tokens=40).ids
+    assert all(x == y or near_tie(target, p, x, y) for p, x, y in zip(PROMPTS, a, b, strict=True))
+
+
+def test_without_verification_every_draft_stays():
+    target = make_target()
+    result = bytejax.generate(target, PROMPTS, max_new_tokens=51, drafter=make_drafter(target, "hmm"), verify=False)
+    assert result.stats.accept_length == 5.0
+    assert result.stats.acceptance_rate == 1.0
+
+
+def test_a_second_call_in_the_same_bucket_compiles_nothing():
+    target = make_target()
+    drafter = make_drafter(target, "btree")
+    bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter, temperature=0.9, top_p=0.8, seed=1)
+    before = g.START.compiled, g.RUN.compiled
+    other = [[5, 6], [8] * 25, [0, 0], [1]]
+    bytejax.generate(target, other, max_new_tokens=44, drafter=drafter, temperature=0.4, top_p=0.95, seed=7)
+    assert (g.START.compiled, g.RUN.compiled) == before
+    g_stream = list(bytejax.stream(target, other, max_new_tokens=44, drafter=drafter, temperature=0.4, top_p=0.95))
+    assert (g.START.compiled, g.RUN.compiled) == before and len(g_stream) > 3
+
+
+def test_a_stream_grows_to_what_generate_gives():
+    target = make_target()
+    drafter = make_drafter(target, "cp")
+    whole = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter)
+    parts = list(bytejax.stream(target, PROMPTS, cycles=3, max_new_tokens=50, drafter=drafter))
+    for before, after in zip(parts, parts[1:], strict=False):
+        assert all(b[: len(a)] == a for a, b in zip(before.ids, after.ids, strict=True))
+    assert parts[-1].ids == whole.ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(prompts=[[]]), "prompt 0 is empty"),
+        (dict(prompts=[]), "no prompts"),
+        (dict(prompts=[[1], [99]]), "prompt 1 holds the id 99"),
+        (dict(prompts=[[1] * 400]), "context of 400"),
+        (dict(max_new_tokens=0), "at least 1"),
+        (dict(max_new_tokens=[3, 3]), "2 entries for 1"),
+        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_k=-1), "top_k"),
+        (dict(banned_ids=[23]), "banned id 23"),
+        (dict(banned_ids=range(23)), "every id is banned"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(changes, message):
+    options = dict(prompts=[[1, 2]], max_new_tokens=5) | changes
+    with pytest.raises(bytejax.InputError, match=message) as e:
+        bytejax.generate(make_target(), options.pop("prompts"), **options)
+    assert "\n" not in str(e.value)
+
+
+def test_a_head_that_does_not_fit_is_refused():
+    target = make_target()
+    with pytest.raises(bytejax.InputError, match="width 24, the target has 30"):
+        bytejax.generate(make_target(width=30), [[1]], drafter=make_drafter(target, "cp"))
+    with pytest.raises(bytejax.InputError, match="fewer than the target's 25"):
+        bytejax.generate(make_target(vocab=25), [[1]], drafter=make_drafter(target, "cp"))

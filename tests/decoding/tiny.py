@@ -1,0 +1,76 @@
+"""Tiny random targets and drafters that decoding tests share."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from bytejax import circuits, parameters
+from bytejax.circuits import head as heads
+from bytejax.drafters.base import Draft, Drafter
+from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.models import llama
+from bytejax.models.base import Block
+from bytejax.tokenizers import ByteTokenizer
+
+
+def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), seed=0, **changes):
+    """A two-layer Llama with odd numbers; sharpness scales its logits, so that its text has some variety."""
+    numbers = dict(
+        vocab=vocab, width=24, layers=2, heads=4, kv_heads=2, head_dim=10, ffn_width=36, rope_theta=300.0, norm_eps=1e-3
+    )
+    config = llama.Config(**(numbers | dict(tied=False, context=400) | changes))
+    tokenizer = ByteTokenizer(vocab=vocab, offset=0, bos=None, stop=stop, banned=banned)
+    target = llama.create(config, jax.random.key(seed), tokenizer)
+    params = target.params | {"embedding": target.params["embedding"] * 40, "head": target.params["head"] * sharpness}
+    return target.replace(params=jax.tree.map(lambda x: x.astype(dtype), params)).unrolled()
+
+
+def make_drafter(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, **options):
+    """A circuit drafter with a random head, far from the target's law."""
+    circuit = circuits.make(name, window, 1 if name == "ff" else rank)
+    config = heads.HeadConfig(circuit, target.width, target.vocab + extra_ids, None)
+    params = parameters.init(heads.table(config), jax.random.key(seed))
+    params = jax.tree.map(lambda x: x * scale, {k: v for k, v in params.items() if k != "bias"}) | {
+        k: v for k, v in params.items() if k == "bias"
+    }
+    dtype = target.params["embedding"].dtype
+    return CircuitDrafter(params=jax.tree.map(lambda x: x.astype(dtype), params), config=config, **options)
+
+
+class Oracle(Drafter):
+    """Knows the target's greedy text and drafts it rightly for a number of bytes that varies from cycle to cycle.
+
+    truth: [B, L] int32, each row's whole greedy continuation. State: [B] int32, index of the root in it.
+    """
+
+    truth: jax.Array
+    width: int = struct.field(pytree_node=False)
+    right: int | None = struct.field(pytree_node=False, default=None)  # right drafts per cycle; None varies them
+
+    @property
+    def block_width(self):
+        return self.width
+
+    def init(self, target, prefilled, ids, lengths):
+        return jnp.zeros_like(lengths)
+
+    def propose(self, state, root, keys, warp):
+        offsets = jnp.arange(1, self.width)
+        noise = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(0), i)))(state)
+        right = (noise % self.width).astype(jnp.int32) if self.right is None else jnp.full_like(state, self.right)
+        index = jnp.minimum(state[:, None] + offsets, self.truth.shape[1] - 1)
+        drafts = jnp.take_along_axis(self.truth, index, axis=1)
+        wrong = (drafts + 1) % 2  # some other id
+        drafts = jnp.where(offsets <= right[:, None], drafts, jnp.where(wrong == drafts, wrong + 2, wrong))
+        return Draft(Block.chain(jnp.concatenate([root[:, None], drafts], axis=1)))
+
+    def observe(self, state, target, block, extended, path, accepted):
+        return state + accepted
+
+
+def near_tie(target, prompt, ids, other, tolerance=1e-4):
+    """Whether two greedy continuations first part where the target's two best logits differ by less than `tolerance`."""
+    same = next(i for i, (a, b) in enumerate(zip(ids, other, strict=True)) if a != b)
+    logits = target.logits(jnp.asarray([[*prompt, *ids[:same]]]))[0, -1]
+    best = jax.lax.top_k(logits, 2)[0]
+    return float(best[0] - best[1]) < tolerance
