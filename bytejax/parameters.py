@@ -30,7 +30,8 @@ class Param:
 
     shape, axes: sizes and logical axis names of one layer's array, one per dimension.
     init: (key, shape, dtype) -> array, as in `jax.nn.initializers`.
-    source: name in the reference checkpoint, `{layer}` standing for the index; None where the reference has no such tensor.
+    source: name in the reference checkpoint, `{layer}` standing for the index; None where the reference has no such
+        tensor.
     layout: from the reference's axes to ours, e.g. "F D -> D F".
     layers: None, or how many layers share the declaration; their arrays are stacked on a leading axis "layers".
     """
@@ -70,7 +71,10 @@ def stacked(table: Table, layers: int) -> dict[str, Any]:
 
 
 def init(table: Table, key: jax.Array, dtype=jnp.float32) -> Params:
-    """Random parameters. An array's values depend on the key and its own name only, not on what else the table holds."""
+    """Random parameters.
+
+    An array's values depend on the key and its own name only, not on what else the table holds.
+    """
 
     def one(name, p):
         seed = jax.random.fold_in(key, np.uint32(_stable_hash(name)))
@@ -145,7 +149,8 @@ def save(path: Path | str, params: Params, metadata: Mapping[str, str] | None = 
 def load(path: Path | str, table: Table, dtype=None) -> Params:
     """Reads what `save` wrote. dtype None keeps the file's.
 
-    Raises InputError for a file that is no safetensors file, is cut short, or does not fit the table (every problem named).
+    Raises InputError for a file that is no safetensors file, is cut short, or does not fit the table (every problem
+    named).
     """
     expected = {name: p.full_shape for name, p in flatten(table).items()}
     try:

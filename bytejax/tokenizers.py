@@ -11,7 +11,8 @@ import numpy as np
 class ByteTokenizer:
     """Byte b is id b + offset; every other id is special and stands for no byte.
 
-    vocab: number of ids. offset: id of byte 0. bos: start id put before every prompt, or None where the family has none.
+    vocab: number of ids. offset: id of byte 0. bos: start id put before every prompt, or None where the family has
+        none.
     stop: ids that end a text. banned: ids that are never generated.
     """
 
@@ -22,7 +23,10 @@ class ByteTokenizer:
     banned: tuple[int, ...]
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Ids of a text, start id first. Bytes need not be UTF-8; lone surrogates of `str` stand for the bytes they escape."""
+        """Ids of a text, start id first.
+
+        Bytes need not be UTF-8; lone surrogates of `str` stand for the bytes they escape.
+        """
         data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
         start = [] if self.bos is None else [self.bos]
         return start + [b + self.offset for b in data]

@@ -77,8 +77,10 @@ class BTree(Circuit):
             seen = visit(left, latent)
             return seen + visit(right, posterior(latent, seen))
 
-        root = (0, self.window)
-        (observe if is_leaf(root) else descend)(0 if is_leaf(root) else root, sums[..., 0, :])
+        if self.window == 1:
+            observe(0, sums[..., 0, :])
+        else:
+            descend((0, self.window), sums[..., 0, :])
 
     def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
         def visit(region):

@@ -4,9 +4,10 @@ Both the leaves and the sums are softmaxes of linear maps of the hidden state. T
 position and component; the *low-memory* head one per position, plus a low-rank adapter per component.
 
 A head may be *fed* its window's first byte: leaf 1 and the mixtures above it come from the hidden state alone, so that
-byte 1 has its proper law, and everything else from a small mix of the hidden state and that byte. The window's law is still
-q(x_1) q(x_2.. | x_1), and under bonus conditioning (drafters draft x_2.. given the x_1 that the target chose) it sees what
-the evidence on leaf 1 alone can only hint at.
+byte 1 has its proper law, and everything else from a small mix of the hidden state and that byte. The window's law is
+still
+q(x_1) q(x_2.. | x_1), and under bonus conditioning (drafters draft x_2.. given the x_1 that the target chose) it sees
+what the evidence on leaf 1 alone can only hint at.
 
 Einsum letters: n window, r and y rank, v vocabulary, d model width, k adapter rank, z rows of the sums, c positions.
 """
@@ -92,7 +93,8 @@ def count(config: HeadConfig) -> int:
 
 
 def fed(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array) -> jax.Array:
-    """Features of all but leaf 1 and the mixtures above it: the hidden state, mixed with the first byte if the head is fed.
+    """Features of all but leaf 1 and the mixtures above it: the hidden state, mixed with the first byte if the head
+    is fed.
 
     hidden [..., d]; first [...] int, negative where the byte is not known -> [..., d].
     """
@@ -142,8 +144,9 @@ def leaf_scores(
 ) -> jax.Array:
     """Log-probability of each window's bytes under each component, without ever holding all the logits.
 
-    hidden and late (see `fed`) [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how many
-    of the C positions at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk` positions of it at a
+    hidden and late (see `fed`) [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how
+    many of the C positions at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk`
+    positions of it at a
     time, so that the logits alive are [r, v, chunk], forwards and backwards; a gradient is summed in float32.
     """
     chunks = -(-hidden.shape[0] // chunk)

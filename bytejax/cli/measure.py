@@ -83,7 +83,7 @@ def compare(job: Job, repeats: int) -> Comparison:
     if job.greedy:
         expected = runs["[in, out]"][0].ids
         identical = drafted.ids == expected
-        differences = _differences(job, drafted.ids, expected)
+        differences = first_differences(job, drafted.ids, expected)
     if identical is False:
         padded = dataclasses.replace(job, drafter=Autoregressive(width=job.drafter.block_width))
         same_width = padded.run().ids == drafted.ids
@@ -182,7 +182,7 @@ def distinct(rows: Sequence[Sequence[int]], n: int) -> float | None:
     return len(set(grams)) / len(grams) if grams else None
 
 
-def _differences(job: Job, got: list[list[int]], expected: list[list[int]]) -> list[dict[str, Any]]:
+def first_differences(job: Job, got: list[list[int]], expected: list[list[int]]) -> list[dict[str, Any]]:
     """Where each row first differs, and how far apart the target's two likeliest ids are there (in logits)."""
     target, found = job.target, []
     banned = {*target.tokenizer.banned, *(target.tokenizer.stop if job.options["ignore_stop"] else ())}

@@ -60,7 +60,10 @@ def everything(block: Block, logits: jax.Array, warp: Warp, keys: jax.Array) -> 
 
 
 def sample(log_probs: jax.Array, keys: jax.Array, purpose: int) -> jax.Array:
-    """One id per row by the Gumbel arg-max; an id of probability 0 is never drawn. log_probs [B, V], keys [B] -> [B]."""
+    """One id per row by the Gumbel arg-max.
+
+    An id of probability 0 is never drawn. log_probs [B, V], keys [B] -> [B].
+    """
     noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, purpose), log_probs.shape[1:]))(keys)
     return jnp.argmax(log_probs + noise, axis=-1).astype(jnp.int32)
 

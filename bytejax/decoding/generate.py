@@ -184,8 +184,8 @@ def generate(target: Target, prompts: Sequence[str | bytes | Sequence[int]], **o
         temperature 0 identical to its greedy decoding, else distributed exactly as its samples.
     max_new_tokens: an int, or one per prompt; a row also ends where the target's context is full.
     temperature, top_p, top_k: the target's distribution; 0, 1 and 0 switch each off.
-    seed: a row's samples depend on the seed and its own prompt, not on the batch; the k-th repetition of a prompt within
-        a call draws from the k-th stream.
+    seed: a row's samples depend on the seed and its own prompt, not on the batch; the k-th repetition of a prompt
+        within a call draws from the k-th stream.
     banned_ids: ids never generated. ignore_stop: stop ids are never generated either, so that rows run to their limit.
     verify: False keeps every draft unseen. Lossy; for measuring only.
 

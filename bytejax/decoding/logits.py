@@ -28,7 +28,10 @@ class Warp(struct.PyTreeNode):
     truncates: bool = struct.field(pytree_node=False)
 
     def masked(self, logits: jax.Array) -> jax.Array:
-        """Logits with banned ids at -inf; ids past V (a larger vocabulary than the target's) count as banned. [..., V']."""
+        """Logits with banned ids at -inf.
+
+        Ids past V (a larger vocabulary than the target's) count as banned. [..., V'].
+        """
         logits = logits[..., : self.banned.shape[0]].astype(jnp.float32)
         return jnp.where(self.banned, -jnp.inf, logits)
 
@@ -37,7 +40,10 @@ class Warp(struct.PyTreeNode):
         return self.sums(self.masked(logits))
 
     def sums(self, log_weights: jax.Array) -> jax.Array:
-        """Tempered, truncated and renormalised log-weights over the last axis; no id is banned. [..., R] -> [..., R]."""
+        """Tempered, truncated and renormalised log-weights over the last axis.
+
+        No id is banned. [..., R] -> [..., R].
+        """
         if self.greedy:
             return jax.nn.log_softmax(log_weights.astype(jnp.float32))
         log_probs = jax.nn.log_softmax(log_weights.astype(jnp.float32) / self.temperature)
@@ -86,7 +92,10 @@ def _kept(probs: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _largest(bits: jax.Array, qualifies) -> jax.Array:
-    """Largest threshold t for which the set {bits >= t} qualifies; 0 where none does. bits [..., V] -> [..., 1] int32."""
+    """Largest threshold t for which the set {bits >= t} qualifies.
+
+    0 where none does. bits [..., V] -> [..., 1] int32.
+    """
 
     def step(i, t):
         candidate = t + jnp.left_shift(jnp.int32(1), 29 - i)  # probabilities are at most 1.0, below 2**30 as bits

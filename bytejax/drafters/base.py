@@ -61,7 +61,10 @@ class Drafter(struct.PyTreeNode, abc.ABC):
     def observe(
         self, state: Any, target: Target, block: Block, extended: Extended, path: jax.Array, accepted: jax.Array
     ) -> Any:
-        """State after a cycle. path [B, N], accepted [B] as in `Target.commit`; every row of the block may be looked at."""
+        """State after a cycle.
+
+        path [B, N], accepted [B] as in `Target.commit`; every row of the block may be looked at.
+        """
 
 
 class Autoregressive(Drafter):

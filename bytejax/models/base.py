@@ -39,7 +39,10 @@ class Block(struct.PyTreeNode):
 
     @classmethod
     def chain(cls, ids: jax.Array, draft_len: jax.Array | None = None) -> "Block":
-        """Root and drafts in a line. ids [B, N]; draft_len [B] int32: how many of the N - 1 drafts count (default all)."""
+        """Root and drafts in a line.
+
+        ids [B, N]; draft_len [B] int32: how many of the N - 1 drafts count (default all).
+        """
         b, n = ids.shape
         parents = chain_parents(n)
         rows = np.arange(n)
@@ -123,7 +126,8 @@ class Target(struct.PyTreeNode, abc.ABC):
     def prefill(self, ids: jax.Array, lengths: jax.Array, cache: Any) -> tuple[Extended, Any]:
         """Processes whole prompts. ids [B, T] int32, padded on the right; lengths [B] int32, each >= 1; cache empty.
 
-        Returns the features of each row's last position (N = 1, nothing pending) and the cache with the prompt committed.
+        Returns the features of each row's last position (N = 1, nothing pending) and the cache with the prompt
+        committed.
         """
 
     @abc.abstractmethod
@@ -132,7 +136,8 @@ class Target(struct.PyTreeNode, abc.ABC):
 
     @abc.abstractmethod
     def commit(self, cache: Any, pending: Any, path: jax.Array, accepted: jax.Array) -> Any:
-        """Keeps the first `accepted` [B] rows of `path` [B, N] (indices of block rows, root first) and forgets the rest.
+        """Keeps the first `accepted` [B] rows of `path` [B, N] (indices of block rows, root first) and forgets the
+        rest.
 
         accepted 0 leaves a row of the batch as it was.
         """

@@ -30,7 +30,10 @@ def swiglu(params: dict, x: jax.Array, transposed: bool = False) -> jax.Array:
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding, halves rotated against each other; angles in float32. x [B, T, heads, H], positions [B or 1, T]."""
+    """Rotary position embedding, halves rotated against each other.
+
+    Angles in float32. x [B, T, heads, H], positions [B or 1, T].
+    """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
@@ -77,8 +80,8 @@ def attend_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable, c
 def kv_layout(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, T, K, H] as caches hold them: k [K*B, H, T], v [K*B, T, H].
 
-    Keys have their slots last: on CPU the product with a few queries is then 2.5 times as fast. Heads and batch share an
-    axis (heads first, so that it shards over heads): with two, XLA reshapes what was just written, and copies it.
+    Keys have their slots last: on CPU the product with a few queries is then 2.5 times as fast. Heads and batch share
+    an axis (heads first, so that it shards over heads): with two, XLA reshapes what was just written, and copies it.
     """
     b, t, heads, h = k.shape
     return k.transpose(2, 0, 3, 1).reshape(heads * b, h, t), v.transpose(2, 0, 1, 3).reshape(heads * b, t, h)
@@ -104,7 +107,8 @@ def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) 
 
 
 def block_mask(slots: int, lengths: jax.Array, block: Any) -> jax.Array:
-    """Which slots each block row sees: the committed ones, its ancestors and itself; block row i lies in slot lengths + i.
+    """Which slots each block row sees: the committed ones, its ancestors and itself; block row i lies in slot lengths
+    + i.
 
     lengths [B] -> [B, N, S] bool.
     """

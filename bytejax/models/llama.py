@@ -13,7 +13,7 @@ from flax import struct
 
 from bytejax import parameters
 from bytejax.errors import InputError
-from bytejax.models import layers as L
+from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Block, Extended, Target
 from bytejax.models.causal import causal_attention
 from bytejax.parameters import Param, Table
@@ -23,7 +23,10 @@ ATTENTION_BLOCK = 256  # queries at a time in whole sequences
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Numbers of the architecture. head_dim need not be width / heads; context is how many positions it was trained for."""
+    """Numbers of the architecture.
+
+    head_dim need not be width / heads; context is how many positions it was trained for.
+    """
 
     vocab: int
     width: int
@@ -78,7 +81,8 @@ def table(c: Config) -> Table:
 class Cache(struct.PyTreeNode):
     """Keys and values of the committed positions, each in the slot of its position.
 
-    k: [layers, K*B, H, S], v: [layers, K*B, S, H] (see `layers.kv_layout`), or tuples of arrays without the leading axis
+    k: [layers, K*B, H, S], v: [layers, K*B, S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
+        axis
         where the target's layers are unrolled. Slots at and past `lengths` hold leftovers that no mask lets through.
     lengths: [B] int32.
     """

@@ -86,7 +86,7 @@ def test_bfloat16_parameters_give_float32_theta_and_a_gradient_summed_in_float32
     assert head.theta(params, config, hidden).leaves.dtype == jnp.float32
 
     def loss(params, hidden):
-        return -jnp.sum(head.leaf_scores(params, config, hidden, x, chunk=16))
+        return -jnp.sum(head.leaf_scores(params, config, hidden, hidden, x, chunk=16))
 
     gradient = jax.jit(jax.grad(loss))(params, hidden)["leaves"]
     wide = [jax.tree.map(lambda a: a.astype(jnp.float32), a) for a in (params, hidden)]

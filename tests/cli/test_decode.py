@@ -349,8 +349,8 @@ def test_a_difference_is_placed_and_measured(loaded):
     options = {"temperature": 0.0, "ignore_stop": False}
     job = measure.Job(target, drafter, [[[256, 5], [256, 6]], [[256, 7]]], options)
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert measure._differences(job, rows, rows) == []
-    (found,) = measure._differences(job, rows, [rows[0], rows[1], [7, 8, 1]])
+    assert measure.first_differences(job, rows, rows) == []
+    (found,) = measure.first_differences(job, rows, [rows[0], rows[1], [7, 8, 1]])
     logits = np.array(target.logits(jnp.array([[256, 7, 7, 8]]))[0, -1])
     logits[256] = -np.inf  # the start id is banned
     first, second = np.sort(logits)[::-1][:2]

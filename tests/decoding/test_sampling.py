@@ -1,4 +1,7 @@
-"""Sampled output has exactly the target's distribution: every output of length 4 over 3 ids against its exact probability."""
+"""Sampled output has exactly the target's distribution.
+
+Every output of length 4 over 3 ids against its exact probability.
+"""
 
 import itertools
 
@@ -14,14 +17,17 @@ from tests.decoding.tiny import make_drafter, make_target
 
 PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 120_000, 30_000
 NAMES = ("ff", "cp", "hmm", "btree")
+FED = ("ff fed", "btree fed")  # heads that see the root byte
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
-TESTS = len(NAMES) * len(SETTINGS) + len(SETTINGS)
+TESTS = (len(NAMES) + len(FED) + 1) * len(SETTINGS)
 LEVEL = 0.001 / TESTS
 
 
 def make_pair(name):
     target = make_target(vocab=3, sharpness=0.6, context=64)
-    return target, make_drafter(target, name, window=4, rank=2, extra_ids=1, scale=40.0)
+    circuit, *fed = name.split()
+    drafter = make_drafter(target, circuit, window=4, rank=2, extra_ids=1, scale=40.0, feed_width=5 if fed else None)
+    return target, drafter
 
 
 def exact_law(target, temperature, top_p=1.0):
@@ -50,7 +56,10 @@ def draw(target, drafter, **settings):
 
 
 def p_value(counts, law):
-    """Chi-square against an exact law; cells that expect fewer than 5 are pooled. 0 where something impossible was drawn."""
+    """Chi-square against an exact law.
+
+    Cells that expect fewer than 5 are pooled. 0 where something impossible was drawn.
+    """
     expected = law * counts.sum()
     if counts[expected == 0].any():
         return 0.0
@@ -61,7 +70,7 @@ def p_value(counts, law):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + FED)
 def test_samples_have_the_targets_law(name, setting):
     target, drafter = make_pair(name)
     law = exact_law(target, **SETTINGS[setting])
@@ -83,7 +92,9 @@ def test_drawing_from_p_after_a_rejection_is_noticed(monkeypatch):
         log_p = warp.log_probs(accept._row(logits, verdict.accepted - 1))
         return verdict.replace(bonus=accept.sample(log_p, keys, 1))
 
-    monkeypatch.setattr(loop, "_judge", lambda d, logits, rules, keys: wrong(d.block, d.log_q, logits, rules.warp, keys))
+    monkeypatch.setattr(
+        loop, "_judge", lambda d, logits, rules, keys: wrong(d.block, d.log_q, logits, rules.warp, keys)
+    )
     monkeypatch.setattr("bytejax.decoding.generate.RUN", bytejax.decoding.generate.Program(loop.run, donate=(3,)))
     target, drafter = make_pair("cp")
     assert p_value(draw(target, drafter, temperature=1.0), exact_law(target, 1.0)) < 1e-6

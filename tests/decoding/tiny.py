@@ -25,14 +25,14 @@ def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), 
     return target.replace(params=jax.tree.map(lambda x: x.astype(dtype), params)).unrolled()
 
 
-def make_drafter(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, **options):
+def make_drafter(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, feed_width=None, **options):
     """A circuit drafter with a random head, far from the target's law."""
     circuit = circuits.make(name, window, 1 if name == "ff" else rank)
-    config = heads.HeadConfig(circuit, target.width, target.vocab + extra_ids, None)
+    config = heads.HeadConfig(circuit, target.width, target.vocab + extra_ids, None, feed_width)
     params = parameters.init(heads.table(config), jax.random.key(seed))
-    params = jax.tree.map(lambda x: x * scale, {k: v for k, v in params.items() if k != "bias"}) | {
-        k: v for k, v in params.items() if k == "bias"
-    }
+    params |= {k: params[k] * scale for k in ("leaves", "sums") if k in params}
+    if feed_width is not None:
+        params["feed"] = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params["feed"])
     dtype = target.params["embedding"].dtype
     return CircuitDrafter(params=jax.tree.map(lambda x: x.astype(dtype), params), config=config, **options)
 
@@ -69,7 +69,9 @@ class Oracle(Drafter):
 
 
 def near_tie(target, prompt, ids, other, tolerance=1e-4):
-    """Whether two greedy continuations first part where the target's two best logits differ by less than `tolerance`."""
+    """Whether two greedy continuations first part where the target's two best logits differ by less than
+    `tolerance`.
+    """
     same = next(i for i, (a, b) in enumerate(zip(ids, other, strict=True)) if a != b)
     logits = target.logits(jnp.asarray([[*prompt, *ids[:same]]]))[0, -1]
     best = jax.lax.top_k(logits, 2)[0]

@@ -1,0 +1,173 @@
+"""The Llama target: against transformers, cached against whole, blocks, trees, rollback, layouts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytejax import InputError, parameters
+from bytejax.models import llama
+from bytejax.models.base import Block
+from bytejax.tokenizers import ByteTokenizer
+
+CONFIGS = {
+    "untied": llama.Config(29, 24, 3, 6, 2, 10, 44, 777.0, 3e-3, False, 200),
+    "tied": llama.Config(31, 40, 2, 5, 5, 6, 36, 2.5e4, 1e-6, True, 200),
+    "one kv head": llama.Config(33, 16, 4, 3, 1, 12, 20, 1e4, 1e-5, False, 200),
+}
+
+
+def make(name, dtype=jnp.float32, seed=0):
+    config = CONFIGS[name]
+    target = llama.create(config, jax.random.key(seed), ByteTokenizer(config.vocab, 0, None, (), ()))
+    spread = jax.tree.map(lambda x: x * (1 + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)), target.params)
+    return target.replace(params=jax.tree.map(lambda x: x.astype(dtype), spread))
+
+
+def random_ids(target, *shape, seed=1):
+    return jax.random.randint(jax.random.key(seed), shape, 0, target.vocab)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = CONFIGS[name]
+    reference = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=c.vocab,
+            hidden_size=c.width,
+            num_hidden_layers=c.layers,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate_size=c.ffn_width,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            rms_norm_eps=c.norm_eps,
+            tie_word_embeddings=c.tied,
+            max_position_embeddings=c.context,
+        )
+    ).eval()
+    target = make(name)
+    state = parameters.to_reference(llama.table(c), target.params)
+    if c.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    reference.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()}, strict=True)
+    ids = random_ids(target, 2, 50)
+    with torch.no_grad():
+        want = reference(torch.from_numpy(np.array(ids)).long()).logits.numpy()
+    np.testing.assert_allclose(target.logits(ids), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 9])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_blocks_equal_the_whole_sequence(name, batch, unrolled):
+    """Ragged prompts, then blocks of which every number of rows from 0 to all is kept."""
+    target = make(name).unrolled() if unrolled else make(name)
+    width, total = 4, 60
+    ids = random_ids(target, batch, total)
+    whole = target.logits(ids)
+    lengths = 5 + 3 * jnp.arange(batch) % 11
+    prefilled, cache = target.prefill(ids[:, :16], lengths, target.init_cache(batch, total, width))
+    rows = jnp.arange(batch)
+    np.testing.assert_allclose(target.unembed(prefilled.hidden)[:, 0], whole[rows, lengths - 1], atol=2e-4)
+    extend, commit = jax.jit(lambda t, b, c: t.extend(b, c)), jax.jit(lambda t, c, p, q, a: t.commit(c, p, q, a))
+    path = jnp.broadcast_to(jnp.arange(width), (batch, width))
+    for cycle in range(9):
+        positions = cache.lengths[:, None] + jnp.arange(width)
+        keep = (rows + cycle) % (width + 1)
+        good = jnp.arange(width) < jnp.maximum(keep, 1)[:, None]
+        block = Block.chain(jnp.where(good, jnp.take_along_axis(ids, positions, 1), 0))
+        extended = extend(target, block, cache)
+        want = jnp.take_along_axis(whole, positions[..., None], 1)
+        logits = target.unembed(extended.hidden)
+        np.testing.assert_allclose(logits[good], want[good], atol=2e-4)
+        before = cache.lengths
+        cache = commit(target, cache, extended.pending, path, keep)
+        np.testing.assert_array_equal(cache.lengths, before + keep)
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_tree_is_its_paths_and_keeps_the_accepted_one(unrolled):
+    target = make("untied").unrolled() if unrolled else make("untied")
+    ids = random_ids(target, 2, 30)
+    prompt, lengths = ids[:, :9], jnp.asarray([9, 6])
+    _, cache = target.prefill(prompt, lengths, target.init_cache(2, 40, 6))
+    parents = ((0, 0, 0, 1, 2, 4), (0, 0, 1, 1, 0, 4))
+    tree = Block(
+        ids=random_ids(target, 2, 6, seed=5),
+        parents=jnp.asarray(parents),
+        valid=jnp.ones((2, 6), bool),
+        is_draft=jnp.ones((2, 6), bool),
+    )
+    extended = target.extend(tree, cache)
+    logits = target.unembed(extended.hidden)
+    paths = []
+    for row in range(2):
+        for node in range(6):
+            path = [node]
+            while path[0]:
+                path.insert(0, parents[row][path[0]])
+            text = [*ids[row, : lengths[row]].tolist(), *tree.ids[row, jnp.asarray(path)].tolist()]
+            np.testing.assert_allclose(logits[row, node], target.logits([text])[0, -1], atol=2e-4)
+            paths.append((row, path, text))
+    kept = [p for p in paths if (p[0], p[1][-1]) in ((0, 5), (1, 3))]
+    path = jnp.asarray([(p + [0] * 6)[:6] for _, p, _ in kept])
+    cache = target.commit(cache, extended.pending, path, jnp.asarray([len(p) for _, p, _ in kept]))
+    after = target.extend(Block.chain(jnp.full((2, 3), 7)), cache)
+    for row, _, text in kept:
+        want = target.logits([text + [7, 7, 7]])[0, -3:]
+        np.testing.assert_allclose(target.unembed(after.hidden)[row], want, atol=2e-4)
+
+
+def test_a_static_tree_equals_the_same_tree_given_at_run_time():
+    target = make("tied")
+    _, cache = target.prefill(random_ids(target, 1, 7), jnp.asarray([7]), target.init_cache(1, 20, 5))
+    parents = (0, 0, 0, 2, 3)
+    dynamic = Block(random_ids(target, 1, 5), jnp.asarray([parents]), jnp.ones((1, 5), bool), jnp.ones((1, 5), bool))
+    static = dynamic.replace(static_parents=parents)
+    np.testing.assert_array_equal(static.depths(), dynamic.depths())
+    np.testing.assert_array_equal(target.extend(static, cache).hidden, target.extend(dynamic, cache).hidden)
+
+
+def test_rows_given_as_embeddings_equal_rows_given_as_ids():
+    target = make("untied")
+    _, cache = target.prefill(random_ids(target, 1, 7), jnp.asarray([7]), target.init_cache(1, 20, 3))
+    ids = random_ids(target, 1, 3)
+    embeds = Block.chain(ids * 0).replace(embeds=target.embed(ids), embeds_mask=jnp.ones((1, 3), bool))
+    np.testing.assert_array_equal(target.extend(Block.chain(ids), cache).hidden, target.extend(embeds, cache).hidden)
+
+
+def test_long_prompts_are_attended_in_chunks():
+    target = make("one kv head")
+    ids = random_ids(target, 1, 1536)
+    prefilled, _ = target.prefill(ids, jnp.asarray([1530]), target.init_cache(1, 1536, 1))
+    np.testing.assert_allclose(target.unembed(prefilled.hidden)[0, 0], target.logits(ids)[0, 1529], atol=2e-4)
+
+
+def test_layouts_do_not_change_the_logits():
+    target = make("untied")
+    ids = random_ids(target, 2, 20)
+    np.testing.assert_allclose(target.unrolled().logits(ids), target.logits(ids), atol=1e-5)
+    np.testing.assert_allclose(target.with_transposed_kernels().logits(ids), target.logits(ids), atol=1e-5)
+
+
+def test_bfloat16_stays_close_and_keeps_its_dtype():
+    exact, half = make("untied"), make("untied", jnp.bfloat16)
+    ids = random_ids(exact, 1, 30)
+    assert half.states(ids).dtype == jnp.bfloat16 and half.logits(ids).dtype == jnp.float32
+    p, q = (jax.nn.softmax(t.logits(ids)) for t in (exact, half))
+    assert float(jnp.abs(p - q).max()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(dict(kv_heads=4), "not a multiple"), (dict(head_dim=5), "odd"), (dict(layers=0), "at least 1")],
+)
+def test_impossible_numbers_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(CONFIGS["untied"], **changes)

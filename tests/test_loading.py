@@ -1,0 +1,99 @@
+"""Directories of targets and drafters, and what is refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bytejax
+from bytejax.decoding.generate import generate
+from tests.decoding.tiny import make_drafter, make_target
+
+
+@pytest.fixture
+def saved(tmp_path):
+    target = make_target()
+    stacked = target.replace(params=target.params | {"layers": _stack(target.params["layers"])})
+    drafter = make_drafter(target, "btree")
+    bytejax.save_target(tmp_path / "target", stacked, jnp.float32)
+    bytejax.save_head(tmp_path / "drafter", drafter.config, drafter.params, jnp.float32)
+    return tmp_path, target, drafter
+
+
+def _stack(layers):
+    return {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
+
+
+def test_what_is_saved_decodes_as_before(saved):
+    path, target, drafter = saved
+    loaded = bytejax.load_target(path / "target")
+    loaded_drafter = bytejax.load_drafter(path / "drafter", loaded)
+    assert loaded.config == target.config and loaded.tokenizer == target.tokenizer
+    want = generate(target, [[1, 2, 3]], drafter=drafter, max_new_tokens=30)
+    got = generate(loaded, [[1, 2, 3]], drafter=loaded_drafter, max_new_tokens=30)
+    assert got.ids == want.ids and got.stats.accept_histogram == want.stats.accept_histogram
+
+
+def test_dtype_is_the_targets(saved):
+    target = bytejax.load_target(saved[0] / "target", dtype="bfloat16")
+    drafter = bytejax.load_drafter(saved[0] / "drafter", target)
+    assert target.params["embedding"].dtype == drafter.params["leaves"].dtype == jnp.bfloat16
+
+
+def test_options_reach_the_drafter(saved):
+    target = bytejax.load_target(saved[0] / "target")
+    assert bytejax.load_drafter(saved[0] / "drafter", target, greedy_rule="joint").greedy_rule == "joint"
+    assert bytejax.load_drafter("none", target).block_width == 1
+    with pytest.raises(bytejax.InputError, match="'temperature' is unknown; known: greedy_rule"):
+        bytejax.load_drafter(saved[0] / "drafter", target, temperature=1)
+    with pytest.raises(bytejax.InputError, match="unknown greedy rule 'best'"):
+        bytejax.load_drafter(saved[0] / "drafter", target, greedy_rule="best")
+
+
+@pytest.mark.parametrize("source", ["nothing", "", "target", "."])
+def test_an_unknown_drafter_is_refused_with_what_is_known(saved, source):
+    target = bytejax.load_target(saved[0] / "target")
+    with pytest.raises(bytejax.InputError, match=r"none, .*|is not of format|holds no config"):
+        bytejax.load_drafter(source, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(format="other"), "is not of format 'bytejax-target'"),
+        (dict(family="gpt"), "does not describe a target"),
+        (dict(config={"width": 3}), "does not describe a target"),
+        (dict(tokenizer={}), "does not describe a target"),
+    ],
+)
+def test_a_config_that_describes_no_target_is_refused(saved, change, message):
+    path = saved[0] / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(bytejax.InputError, match=message) as e:
+        bytejax.load_target(saved[0] / "target")
+    assert "\n" not in str(e.value)
+
+
+def test_other_bad_sources_are_refused(saved):
+    path = saved[0] / "target"
+    with pytest.raises(bytejax.InputError, match="neither 'demo' nor a directory"):
+        bytejax.load_target("no-such-target")
+    with pytest.raises(bytejax.InputError, match="unknown dtype 'int8'"):
+        bytejax.load_target(path, dtype="int8")
+    (path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(bytejax.InputError, match="is not JSON"):
+        bytejax.load_target(path)
+    (path / "config.json").unlink()
+    with pytest.raises(bytejax.InputError, match=r"holds no config\.json"):
+        bytejax.load_target(path)
+
+
+def test_weights_on_disk_are_bfloat16_unless_told_otherwise(tmp_path):
+    target = make_target()
+    stacked = target.replace(params=target.params | {"layers": _stack(target.params["layers"])})
+    bytejax.save_target(tmp_path, stacked)
+    exact = np.asarray(stacked.params["embedding"])
+    loaded = np.asarray(bytejax.load_target(tmp_path).params["embedding"])
+    np.testing.assert_allclose(loaded, exact, rtol=2**-8)
+    assert not np.array_equal(loaded, exact)
