@@ -113,6 +113,13 @@ def theta(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Arra
 
     hidden [..., d], any float dtype; first [...] int, None where not known -> Theta in at least float32.
     """
+    return config.circuit.normalise(*logits(params, config, hidden, first))
+
+
+def logits(
+    params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`theta` before normalisation: sums [..., z, r] and leaves [..., n, r, v], at least float32."""
     wide = _wide(hidden)
     late = hidden if first is None else fed(params, config, hidden, first)
     if config.adapter_rank is None:
@@ -131,7 +138,7 @@ def theta(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Arra
     else:
         one, rest = ({name: params[name][part] for name in names} for part in (slice(0, 1), slice(1, None)))
         leaves = jnp.concatenate([project(hidden, one), project(late, rest)], axis=-3)
-    return config.circuit.normalise(_sum_logits(params, config, hidden, late), leaves)
+    return _sum_logits(params, config, hidden, late), leaves
 
 
 def sums(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:

@@ -111,8 +111,7 @@ def merge(results: Sequence[Result]) -> Result:
 
     forwards, seconds, texts = total("target_forwards"), total("decode_seconds"), rows("texts")
     after_first = total("tokens") - len(texts)
-    # Every pass drafts as many bytes, so that the acceptance rates are weighted by passes.
-    accepted = sum(s.acceptance_rate * s.target_forwards for s in stats)
+    drafted, accepted = total("drafted"), total("accepted")
     return Result(
         ids=rows("ids"),
         texts=texts,
@@ -123,7 +122,9 @@ def merge(results: Sequence[Result]) -> Result:
             target_forwards=forwards,
             accept_length=after_first / forwards if forwards else 0.0,
             accept_histogram=np.sum([s.accept_histogram for s in stats], axis=0).tolist(),
-            acceptance_rate=accepted / forwards if forwards else 0.0,
+            drafted=drafted,
+            accepted=accepted,
+            acceptance_rate=accepted / drafted if drafted else 0.0,
             prefill_seconds=total("prefill_seconds"),
             decode_seconds=seconds,
             compile_seconds=total("compile_seconds"),

@@ -26,7 +26,7 @@ class Stats:
 
     accept_length: tokens per target pass, those of the prompts left out on both sides.
     accept_histogram: entry i is how many passes added i tokens.
-    acceptance_rate: accepted over drafted bytes; 0 where nothing was drafted.
+    drafted, accepted: bytes proposed and kept; acceptance_rate: their quotient, 0 where nothing was drafted.
     decode_seconds: cycles only; prefill_seconds: prompts; compile_seconds: building programs, in neither.
     """
 
@@ -34,6 +34,8 @@ class Stats:
     target_forwards: int
     accept_length: float
     accept_histogram: list[int]
+    drafted: int
+    accepted: int
     acceptance_rate: float
     prefill_seconds: float
     decode_seconds: float
@@ -119,18 +121,11 @@ class Generation:
         for row, x in zip(ids, rows, strict=True):
             row[: len(x)] = x
         need = max(len(x) + limit for x, limit in zip(rows, limits, strict=True))
+        arrays = jnp.asarray(ids), *(jnp.asarray(x, jnp.int32) for x in ([len(x) for x in rows], limits))
+        sizes = {"capacity": max(_round_up(need, 128), ids.shape[1]), "room": _round_up(max(limits), 64)}
+        keys = jax.block_until_ready(_row_keys(seed, rows))
         compiled, begin = START.seconds, time.perf_counter()
-        self._state = START(
-            self._target,
-            self._drafter,
-            self._rules,
-            jnp.asarray(ids),
-            jnp.asarray([len(x) for x in rows], jnp.int32),
-            jnp.asarray(limits, jnp.int32),
-            _row_keys(seed, rows),
-            capacity=max(_round_up(need, 128), ids.shape[1]),
-            room=_round_up(max(limits), 64),
-        )
+        self._state = START(self._target, self._drafter, self._rules, *arrays, keys, **sizes)
         jax.block_until_ready(self._state)
         self._compile_seconds = START.seconds - compiled
         self._prefill_seconds = time.perf_counter() - begin - self._compile_seconds
@@ -155,13 +150,16 @@ class Generation:
         s = jax.device_get(self._state.replace(cache=None, draft=None, keys=None))
         counts = s.count.tolist()
         ids = [row[:n].tolist() for row, n in zip(s.out, counts, strict=True)]
-        tokens, forwards, drafted = sum(counts), int(s.cycles.sum()), int(s.drafted.sum())
+        tokens, forwards = sum(counts), int(s.cycles.sum())
+        drafted, accepted = int(s.drafted.sum()), int(s.accepted.sum())
         stats = Stats(
             tokens=tokens,
             target_forwards=forwards,
             accept_length=(tokens - len(counts)) / forwards if forwards else 0.0,
             accept_histogram=s.histogram.sum(0).tolist(),
-            acceptance_rate=int(s.accepted.sum()) / drafted if drafted else 0.0,
+            drafted=drafted,
+            accepted=accepted,
+            acceptance_rate=accepted / drafted if drafted else 0.0,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
             compile_seconds=self._compile_seconds,

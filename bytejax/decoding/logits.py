@@ -54,10 +54,10 @@ class Warp(struct.PyTreeNode):
 
 def make_warp(vocab: int, temperature: float, top_k: int, top_p: float, banned: Iterable[int] = ()) -> Warp:
     """Checked settings. temperature 0 is greedy; top_k 0 and top_p 1 keep everything. Raises InputError."""
-    if not (np.isfinite(temperature) and temperature >= 0):
-        raise InputError(f"temperature must be a number >= 0, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p must lie in (0, 1], got {top_p}")
+    if not (np.isfinite(temperature) and (temperature == 0 or temperature >= 1e-3)):  # below, float32 logits overflow
+        raise InputError(f"temperature must be 0 or a number of at least 0.001, got {temperature}")
+    if not 1e-6 <= top_p <= 1:
+        raise InputError(f"top_p must lie between 0.000001 and 1, got {top_p}")
     if top_k < 0:
         raise InputError(f"top_k must be >= 0 (0 keeps all), got {top_k}")
     mask = np.zeros(vocab, bool)

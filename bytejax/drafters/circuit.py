@@ -50,9 +50,8 @@ class CircuitDrafter(Drafter):
 
     def propose(self, state, root, keys, warp):
         circuit = self.config.circuit
-        theta = heads.theta(self.params, self.config, state, root)
-        theta = Theta(warp.sums(theta.sums), warp.log_probs(theta.leaves))
-        theta = circuit.condition(theta, root)
+        sums, leaves = heads.logits(self.params, self.config, state, root)
+        theta = circuit.condition(Theta(warp.sums(sums), warp.log_probs(leaves)), root)
         if warp.greedy:
             drafts, log_q = (circuit.greedy if self.greedy_rule == "sequential" else circuit.mode)(theta), None
         else:
