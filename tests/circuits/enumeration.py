@@ -1,10 +1,16 @@
 """Circuits by brute force: the whole table of q over all windows, in numpy float64, straight from the definitions."""
 
+import functools
 import itertools
 
+import jax
 import numpy as np
 
 from bytejax.circuits import HMM, BTree, Circuit, Theta
+
+# These programs are large and run once: compiled with little optimisation, a test takes half the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def random_theta(circuit: Circuit, vocab: int, seed: int, scale: float = 1.0, banned: tuple[int, ...] = ()) -> Theta:

@@ -7,26 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from bytejax.circuits import CP, FF, HMM, BTree, Theta, make
 from bytejax.circuits.base import gather_scores
 from bytejax.circuits.btree import halves
 from bytejax.errors import InputError
-from tests.circuits.enumeration import all_windows, log_conditionals, log_joint, log_marginals, random_theta
+from tests.circuits.enumeration import all_windows, log_conditionals, log_joint, log_marginals, quick_jit, random_theta
 
 CASES = [
-    *((FF(1), 5), (FF(4), 3)),
-    *((CP(1, 3), 4), (CP(5, 4), 4)),
-    *((HMM(1, 2), 4), (HMM(2, 3), 5), (HMM(3, 1), 4), (HMM(5, 4), 3), (HMM(6, 2), 3)),
-    *((BTree(1, 3), 4), (BTree(2, 3), 5), (BTree(3, 4), 4), (BTree(4, 1), 3), (BTree(5, 4), 4), (BTree(6, 3), 5)),
+    *((FF(1), 5), (FF(4), 3), (CP(1, 3), 4), (CP(5, 4), 4)),
+    *((HMM(1, 2), 4), (HMM(3, 1), 4), (HMM(4, 3), 5), (HMM(5, 4), 3)),
+    *((BTree(1, 3), 4), (BTree(2, 3), 5), (BTree(3, 4), 4), (BTree(5, 4), 4), (BTree(6, 3), 5)),
 ]
 FEW = [(FF(3), 4), (CP(4, 3), 4), (HMM(5, 3), 3), (BTree(5, 3), 4)]
 TOLERANCE = {"float64": {"rtol": 0, "atol": 1e-12}, "float32": {"rtol": 1e-6, "atol": 1e-5}}
 SCALES = (1.0, 10.0)  # flat and peaked parameters
-ODD = [(FF(4), 3), (CP(5, 4), 4), (HMM(5, 4), 3), (BTree(1, 3), 4), (BTree(5, 4), 4), (BTree(6, 3), 5)]
+LARGE = [(FF(4), 3), (CP(5, 4), 4), (HMM(5, 4), 3), (BTree(5, 4), 4)]
 cases = pytest.mark.parametrize(
-    "circuit, vocab, dtype", [(*c, "float64") for c in CASES] + [(*c, "float32") for c in ODD], ids=str
+    "circuit, vocab, dtype", [(*c, "float64") for c in CASES] + [(*c, "float32") for c in LARGE], ids=str
 )
 few = pytest.mark.parametrize("circuit, vocab", FEW, ids=str)
 
@@ -47,7 +45,7 @@ def test_likelihoods_and_conditionals(circuit, vocab, dtype):
     some = x[rng.permutation(len(x))[:16]]
     observed = rng.random(some.shape) < 0.5
 
-    @jax.jit
+    @quick_jit
     def queries(t):
         partly = circuit.prefix_log_probs(t, jnp.where(observed, some, -100), observed)
         full = (f(t, x) for f in (circuit.log_prob, circuit.prefix_log_probs, circuit.conditionals))
@@ -84,7 +82,7 @@ def check_ignored_are_summed_out(prefixes, table, x, observed, dtype):
 def test_condition(circuit, vocab, dtype):
     x, first = all_windows(circuit.window, vocab), np.arange(vocab)
 
-    @jax.jit
+    @quick_jit
     def posterior(t):
         given = circuit.condition(t, first)
         return given, circuit.log_prob(Theta(*(a[:, None] for a in given)), x)
@@ -105,7 +103,7 @@ def test_condition(circuit, vocab, dtype):
 def test_drafts(circuit, vocab, dtype):
     first = vocab - 1
 
-    @jax.jit
+    @quick_jit
     def drafts(t):
         key, given = jax.random.key(5), jnp.int32(first)
         free = circuit.greedy(t), *circuit.sample_with_conditionals(t, key)
@@ -134,7 +132,7 @@ def test_drafts(circuit, vocab, dtype):
 def test_drafts_from_conditioned_parameters_agree_with_a_given_first_byte(circuit, vocab):
     t, first = circuit.init(jax.random.key(0), vocab, batch=(6,)), jnp.arange(6) % vocab
 
-    @jax.jit
+    @quick_jit
     def drafts(t, first):
         given, key = circuit.condition(t, first), jax.random.key(1)
         either = [
@@ -162,7 +160,7 @@ def test_banned_bytes(circuit, vocab):
     def mass(t):
         return jnp.sum(jnp.exp(circuit.prefix_log_probs(t, x)))
 
-    @jax.jit
+    @quick_jit
     def everything(t):
         key = jax.random.key(0)
         queries = [f(t, x) for f in (circuit.log_prob, circuit.prefix_log_probs, circuit.conditionals)]
@@ -188,11 +186,11 @@ def test_banned_bytes(circuit, vocab):
 @few
 def test_a_first_byte_without_mass_leaves_the_latents_alone(circuit, vocab):
     t = Theta(*(jnp.asarray(x, jnp.float32) for x in random_theta(circuit, vocab, 6, banned=(1,))))
-    given, drafts = jax.jit(lambda t: (circuit.condition(t, 1), circuit.greedy(t, 1)))(t)
+    given, drafts = quick_jit(lambda t: (circuit.condition(t, 1), circuit.greedy(t, 1)))(t)
     np.testing.assert_array_equal(given.sums, t.sums)
     np.testing.assert_array_equal(given.leaves[1:], t.leaves[1:])
     np.testing.assert_array_equal(np.exp(given.leaves[0]), np.tile(np.arange(vocab) == 1, (circuit.rank, 1)))
-    assert np.array_equal(drafts, jax.jit(circuit.greedy)(given))
+    assert np.array_equal(drafts, quick_jit(circuit.greedy)(given))
 
 
 @few
@@ -203,7 +201,7 @@ def test_leading_axes_broadcast(circuit, vocab):
     x = all_windows(circuit.window, vocab)[:3]
     key = jax.random.key(0)
 
-    @jax.jit
+    @quick_jit
     def queries(t, x):
         return circuit.log_prob(t, x), circuit.prefix_log_probs(t, x), circuit.conditionals(t, x)
 
@@ -219,18 +217,30 @@ def test_leading_axes_broadcast(circuit, vocab):
 
 @few
 def test_gradients(circuit, vocab):
+    """Along a random direction, against a central difference in float64."""
+    x = all_windows(circuit.window, vocab)[5:9]
+    rng = np.random.default_rng(0)
+    observed, weights = rng.random(x.shape) < 0.7, rng.normal(size=x.shape)
+
+    def total(t):
+        return jnp.sum(weights * circuit.prefix_log_probs(t, x, observed)) + jnp.sum(circuit.log_prob(t, x))
+
+    @quick_jit
+    def slopes(t, u):
+        ahead, behind = (total(Theta(*(a + h * b for a, b in zip(t, u)))) for h in (1e-5, -1e-5))
+        return sum(jnp.vdot(g, b) for g, b in zip(jax.grad(total)(t), u)), (ahead - behind) / 2e-5
+
     with jax.enable_x64(True):
-        t = Theta(*(jnp.asarray(x) for x in random_theta(circuit, vocab, 7)))
-        x = all_windows(circuit.window, vocab)[5:9]
-        observed = np.random.default_rng(0).random(x.shape) < 0.7
-        both = jax.jit(lambda t: (circuit.prefix_log_probs(t, x, observed), circuit.log_prob(t, x)))
-        check_grads(both, (t,), order=1, modes=["rev"])
+        t = Theta(*(jnp.asarray(a) for a in random_theta(circuit, vocab, 7)))
+        exact, difference = slopes(t, Theta(*(jnp.asarray(rng.normal(size=a.shape)) for a in t)))
+    assert abs(exact) > 0.1
+    np.testing.assert_allclose(exact, difference, rtol=1e-7)
 
 
 def test_steps_are_the_differences_of_the_prefixes():
     circuit = BTree(8, 3)
 
-    @jax.jit
+    @quick_jit
     def everything(key):
         t = circuit.init(key, 6, batch=(4,))
         x = circuit.sample(t, key)

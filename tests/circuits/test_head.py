@@ -11,6 +11,7 @@ from bytejax import parameters
 from bytejax.circuits import CP, FF, HMM, BTree, head, make
 from bytejax.circuits.base import gather_scores
 from bytejax.errors import InputError
+from tests.circuits.enumeration import quick_jit
 
 D, V = 6, 7
 CIRCUITS = [FF(3), CP(4, 3), HMM(3, 3), BTree(5, 3)]
@@ -73,7 +74,7 @@ def test_scores_in_chunks_are_those_of_theta(config, chunk):
             sums, scores = f(params, hidden)
             return jnp.sum(circuit.prefix_from_scores(sums, scores, seen))
 
-        return jax.jit(lambda *a: (f(*a), jax.grad(loss, argnums=(0, 1))(*a)))(params, hidden)
+        return quick_jit(lambda *a: (f(*a), jax.grad(loss, argnums=(0, 1))(*a)))(params, hidden)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), both(direct), both(chunked))
 

@@ -8,6 +8,7 @@ import pytest
 from bytejax import parameters
 from bytejax.circuits import CP, HMM, Theta, head
 from tests.circuits import reference_cases
+from tests.circuits.enumeration import quick_jit
 from tests.circuits.reference_cases import NAMES
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
@@ -26,7 +27,7 @@ def results(case):
     last = Theta(*(x[LAST:][:1] for x in stored))
     banned = last._replace(leaves=np.where(np.arange(case.head.vocab) == case.eos, -np.inf, last.leaves))
 
-    @jax.jit
+    @quick_jit
     def queries(params, hidden, stored, variants, drafted, windows):
         return {
             "theta": head.theta(params, case.head, hidden),

@@ -15,7 +15,7 @@ from bytejax.tokenizers import ByteTokenizer
 CONFIGS = {
     "untied": llama.Config(29, 24, 3, 6, 2, 10, 44, 777.0, 3e-3, False, 200),
     "tied": llama.Config(31, 40, 2, 5, 5, 6, 36, 2.5e4, 1e-6, True, 200),
-    "one kv head": llama.Config(33, 16, 4, 3, 1, 12, 20, 1e4, 1e-5, False, 200),
+    "one kv head": llama.Config(33, 18, 4, 3, 1, 12, 20, 1e4, 1e-5, False, 200),
 }
 
 
