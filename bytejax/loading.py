@@ -21,7 +21,7 @@ from bytejax.models.base import Target
 from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
-DEFAULT_DRAFTER = "btree-8"  # of the demo target
+DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
 WEIGHTS = "model.safetensors"
