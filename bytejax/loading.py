@@ -4,7 +4,9 @@ A source is "demo", a directory, or for drafters the name of one that ships with
 """
 
 import dataclasses
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
+DEFAULT_DRAFT_TOKENS = 4  # of that drafter in `decode.py`: on a CPU more rows cost more than their drafts bring
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
 WEIGHTS = "model.safetensors"
@@ -69,18 +72,19 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or "none".
 
-    options: fields of the drafter, e.g. greedy_rule="joint" of a circuit drafter. Parameters get the target's dtype.
+    options: the drafter's own, e.g. draft_tokens=4 or greedy_rule="joint" of a circuit drafter (see its `create`).
+    Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
     if str(source) == "none":
-        drafter = _with_options(Autoregressive(), options)
+        drafter = _create(Autoregressive, (), options)
     else:
         directory = Path(source) if Path(source).is_dir() else DEMO / str(source)
         if str(source) in ("", ".", "target") or not directory.is_dir():
             known = ", ".join(["none", *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
-        drafter = _with_options(CircuitDrafter(params=params, config=config), options)
+        drafter = _create(CircuitDrafter.create, (params, config), options)
     drafter.check(target)
     return drafter
 
@@ -114,12 +118,12 @@ def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.Head
     return config, parameters.load(directory / WEIGHTS, heads.table(config), DTYPES[dtype])
 
 
-def _with_options(drafter: Drafter, options: dict) -> Drafter:
-    known = [f.name for f in dataclasses.fields(drafter) if f.name not in ("params", "config")]
+def _create(make: Callable[..., Drafter], arguments: tuple, options: dict) -> Drafter:
+    known = list(inspect.signature(make).parameters)[len(arguments) :]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise InputError(f"drafter option {unknown[0]!r} is unknown; known: {', '.join(known) or 'none'}")
-    return drafter.replace(**options)
+    return make(*arguments, **options)
 
 
 def _dtype_name(target: Target) -> str:

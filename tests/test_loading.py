@@ -8,21 +8,16 @@ import pytest
 
 import bytejax
 from bytejax.decoding.generate import generate
-from tests.decoding.tiny import make_drafter, make_target
+from tests.decoding.tiny import make_drafter, make_head, make_target
 
 
 @pytest.fixture
 def saved(tmp_path):
-    target = make_target()
-    stacked = target.replace(params=target.params | {"layers": _stack(target.params["layers"])})
-    drafter = make_drafter(target, "btree")
-    bytejax.save_target(tmp_path / "target", stacked, jnp.float32)
-    bytejax.save_head(tmp_path / "drafter", drafter.config, drafter.params, jnp.float32)
-    return tmp_path, target, drafter
-
-
-def _stack(layers):
-    return {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
+    target = make_target(unrolled=False)
+    params, config = make_head(target, "btree")
+    bytejax.save_target(tmp_path / "target", target, jnp.float32)
+    bytejax.save_head(tmp_path / "drafter", config, params, jnp.float32)
+    return tmp_path, target.unrolled(), make_drafter(target, "btree")
 
 
 def test_what_is_saved_decodes_as_before(saved):
@@ -38,17 +33,20 @@ def test_what_is_saved_decodes_as_before(saved):
 def test_dtype_is_the_targets(saved):
     target = bytejax.load_target(saved[0] / "target", dtype="bfloat16")
     drafter = bytejax.load_drafter(saved[0] / "drafter", target)
-    assert target.params["embedding"].dtype == drafter.params["leaves"].dtype == jnp.bfloat16
+    assert target.params["embedding"].dtype == drafter.weights.early.dtype == jnp.bfloat16
 
 
 def test_options_reach_the_drafter(saved):
     target = bytejax.load_target(saved[0] / "target")
     assert bytejax.load_drafter(saved[0] / "drafter", target, greedy_rule="joint").greedy_rule == "joint"
     assert bytejax.load_drafter("none", target).block_width == 1
-    with pytest.raises(bytejax.InputError, match="'temperature' is unknown; known: greedy_rule"):
+    with pytest.raises(bytejax.InputError, match="'temperature' is unknown; known: draft_tokens, greedy_rule"):
         bytejax.load_drafter(saved[0] / "drafter", target, temperature=1)
     with pytest.raises(bytejax.InputError, match="unknown greedy rule 'best'"):
         bytejax.load_drafter(saved[0] / "drafter", target, greedy_rule="best")
+    assert bytejax.load_drafter(saved[0] / "drafter", target, draft_tokens=2).block_width == 3
+    with pytest.raises(bytejax.InputError, match="draft_tokens = 5: a head with a window of 5 drafts 1 to 4"):
+        bytejax.load_drafter(saved[0] / "drafter", target, draft_tokens=5)
 
 
 @pytest.mark.parametrize("source", ["nothing", "", "target", "."])
@@ -90,10 +88,9 @@ def test_other_bad_sources_are_refused(saved):
 
 
 def test_weights_on_disk_are_bfloat16_unless_told_otherwise(tmp_path):
-    target = make_target()
-    stacked = target.replace(params=target.params | {"layers": _stack(target.params["layers"])})
-    bytejax.save_target(tmp_path, stacked)
-    exact = np.asarray(stacked.params["embedding"])
+    target = make_target(unrolled=False)
+    bytejax.save_target(tmp_path, target)
+    exact = np.asarray(target.params["embedding"])
     loaded = np.asarray(bytejax.load_target(tmp_path).params["embedding"])
     np.testing.assert_allclose(loaded, exact, rtol=2**-8)
     assert not np.array_equal(loaded, exact)

@@ -114,16 +114,14 @@ class Circuit(abc.ABC):
         """z, the number of rows of `Theta.sums`."""
         return 1 + (self.blocks - 1) * self.rank
 
-    @property
-    def opening_blocks(self) -> tuple[int, ...]:
-        """The blocks of sums that the law of x_1 depends on."""
+    def blocks_above(self, places: int) -> tuple[int, ...]:
+        """The blocks of sums, in order, that the law of x_1..x_m depends on, m = places."""
         return (0,)
 
-    @property
-    def opening_rows(self) -> np.ndarray:
+    def rows_above(self, places: int) -> np.ndarray:
         """[z] bool: the rows of those blocks."""
         rows = np.zeros(self.sum_rows, bool)
-        for k in self.opening_blocks:
+        for k in self.blocks_above(places):
             rows[self._rows(k)] = True
         return rows
 
@@ -256,8 +254,9 @@ class Circuit(abc.ABC):
         return jnp.argmax(self._chosen(theta.leaves, self._leaf_latents(choice)), -1).astype(jnp.int32)
 
     def greedy(self, theta: Theta, first: jax.Array | None = None) -> jax.Array:
-        """x_i = arg max q(. | x_<i), one position after the other -> [..., n] int32.
+        """x_i = arg max q(. | x_<i), one position after the other -> [..., m] int32.
 
+        theta.leaves may hold only the first m <= n leaves; the later bytes are then summed out.
         first [...] int: take x_1 as given; the same as the greedy draft of `condition(theta, first)`, without its copy.
         """
         # The largest probability is at least 1/v, so nothing that matters underflows here.
@@ -267,8 +266,9 @@ class Circuit(abc.ABC):
     def sample_with_conditionals(
         self, theta: Theta, key: jax.Array, first: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """One draw of x [..., n] int32 position by position, and log_q [..., n, v], its rows log q(. | x_<i).
+        """One draw of x [..., m] int32 position by position, and log_q [..., m, v], its rows log q(. | x_<i).
 
+        theta.leaves may hold only the first m <= n leaves; the later bytes are then summed out.
         first [...] int: take x_1 as given (row 0 is then a point mass); the same law as from `condition(theta, first)`.
         The rows are exactly what was drawn from; bytes more than some 80 nats below the likeliest component count as
         impossible in float32.
@@ -289,9 +289,11 @@ class Circuit(abc.ABC):
         return x, jnp.stack(rows, -2)
 
     def _draft(self, theta: Theta, first: jax.Array | None, choose: Callable) -> jax.Array:
-        drafted = []
+        drafted, leaves = [], theta.leaves.shape[-3]
 
         def observe(i, prior):
+            if i >= leaves:
+                return jnp.zeros_like(prior)
             given = i == 0 and first is not None
             x = jnp.broadcast_to(first, prior.shape[:-1]) if given else choose(i, prior)
             drafted.append(x.astype(jnp.int32))

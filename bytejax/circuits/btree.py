@@ -59,10 +59,8 @@ class BTree(Circuit):
     def blocks(self) -> int:
         return max(self.window - 1, 1)
 
-    @property
-    def opening_blocks(self) -> tuple[int, ...]:
-        spine = [level[0] for level in inner_levels(self.window) if level[0][0] == 0]
-        return tuple(block_of(self.window)[region] for region in spine) or (0,)
+    def blocks_above(self, places: int) -> tuple[int, ...]:
+        return tuple(k for (start, _), k in block_of(self.window).items() if start < places) or (0,)
 
     def _filter(self, sums: jax.Array, observe: Observe) -> None:
         def visit(region, prior):
@@ -118,7 +116,7 @@ class BTree(Circuit):
     def _condition_sums(self, sums: jax.Array, scores: jax.Array) -> jax.Array:
         # Only the regions above the first leaf change; message is what the region below says about its parent's latent.
         message = scores
-        for k in reversed(self.opening_blocks):
+        for k in reversed(self.blocks_above(1)):
             rows = self._block(sums, k)
             sums = sums.at[..., self._rows(k), :].set(posterior(rows, message[..., None, :]))
             message = log_sum_exp(rows + message[..., None, :])

@@ -26,6 +26,9 @@ class HMM(Circuit):
     def blocks(self) -> int:
         return self.window
 
+    def blocks_above(self, places: int) -> tuple[int, ...]:
+        return tuple(range(places))
+
     def _filter(self, sums: jax.Array, observe: Observe) -> None:
         latent = sums[..., 0, :]
         for i in range(self.window):

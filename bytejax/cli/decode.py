@@ -100,14 +100,18 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     if source is None:
         source = loading.DEFAULT_DRAFTER if args.target == "demo" else "none"
     target = loading.load_target(args.target, args.dtype)
-    drafter = loading.load_drafter(source, target, **({"greedy_rule": args.greedy_rule} if args.greedy_rule else {}))
+    chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if source == loading.DEFAULT_DRAFTER and args.target == "demo":
+        chosen = {"draft_tokens": loading.DEFAULT_DRAFT_TOKENS} | chosen
+    drafter = loading.load_drafter(source, target, **chosen)
     rows = [_ids(target, prompt) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
     options |= {"ignore_stop": args.ignore_stop, "verify": args.verify == "on"}
     settings = {
         "target": args.target,
         "drafter": source,
-        "window": drafter.block_width,
+        "draft_tokens": drafter.block_width - 1,
         "greedy_rule": getattr(drafter, "greedy_rule", None),
         "dtype": args.dtype,
         "prompts": [p.name for p in prompts],
@@ -185,6 +189,7 @@ def _parser() -> common.Parser:
     add("--verify", choices=("on", "off"), default="on", help="off keeps every draft unseen: LOSSY, for measuring")
     add("--dtype", default="float32", metavar="TYPE", help="of the weights: float32 (default) or bfloat16")
     add("--ignore-stop", action="store_true", help="never generate a stop id: every text runs to its limit")
+    add("--draft-tokens", type=number(int, 1), metavar="K", help="drafts per pass (default: all of a head's window)")
     add("--greedy-rule", choices=GREEDY_RULES, help="how a circuit chooses its drafts in greedy decoding")
     add("--version", action="version", version=f"bytejax {bytejax.__version__}")
     return parser

@@ -48,8 +48,9 @@ class Job:
 class Comparison:
     """Drafting and autoregression on the same prompts.
 
-    drafted, baseline: the run with the median speed of each; the baseline is the faster layout of the target's kernels.
-    layout: which one it is. drafted_compile, baseline_compile: seconds.
+    drafted, baseline: the run with the median speed of each; the baseline is the fastest way to write a byte per pass.
+    layout: which way that is: kernels [in, out] or [out, in], or blocks of a byte and a row of padding (suits CPUs).
+    layouts: bytes per second of each. drafted_compile, baseline_compile: seconds.
     identical: greedy only, else None: whether the ids are those of autoregression with the drafted run's own layout.
     differences: one entry per prompt where they are not. identical_at_same_width: asked only then: whether they are
         those of autoregression in blocks of the drafter's width, so that every difference is one of rounding.
@@ -58,6 +59,7 @@ class Comparison:
     drafted: Result
     baseline: Result
     layout: str
+    layouts: dict[str, float]
     drafted_compile: float
     baseline_compile: float
     identical: bool | None
@@ -71,13 +73,16 @@ def compare(job: Job, repeats: int) -> Comparison:
     sides = {"drafted": job, "[in, out]": alone}
     if hasattr(job.target, "with_transposed_kernels"):
         sides["[out, in]"] = dataclasses.replace(alone, target=job.target.with_transposed_kernels())
+    sides["padded to two rows"] = dataclasses.replace(job, drafter=Autoregressive(width=2))
     compiling = {name: side.warm_up() for name, side in sides.items()}
     runs: dict[str, list[Result]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
             runs[name].append(side.run())
-    drafted, *baselines = (_median(results) for results in runs.values())
-    layout, baseline = max(zip(list(sides)[1:], baselines), key=lambda x: x[1].stats.tokens_per_second)
+    medians = {name: _median(results) for name, results in runs.items()}
+    drafted = medians.pop("drafted")
+    layouts = {name: result.stats.tokens_per_second for name, result in medians.items()}
+    layout = max(layouts, key=layouts.get)
 
     identical, differences, same_width = None, [], None
     if job.greedy:
@@ -89,8 +94,9 @@ def compare(job: Job, repeats: int) -> Comparison:
         same_width = padded.run().ids == drafted.ids
     return Comparison(
         drafted=drafted,
-        baseline=baseline,
+        baseline=medians[layout],
         layout=layout,
+        layouts=layouts,
         drafted_compile=compiling["drafted"],
         baseline_compile=compiling[layout],
         identical=identical,
@@ -145,6 +151,7 @@ def report(first: Result | None, comparison: Comparison | None, settings: dict[s
         compiling.append(comparison.drafted_compile)
         baseline = dataclasses.asdict(comparison.baseline.stats)
         baseline |= {"compile_seconds": comparison.baseline_compile, "layout": comparison.layout}
+        baseline |= {"layouts": comparison.layouts}
     speed, slow = result.stats.tokens_per_second, baseline["tokens_per_second"] if baseline else None
     return {
         "identical": comparison.identical if comparison else None,

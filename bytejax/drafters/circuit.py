@@ -6,8 +6,6 @@ the last accepted position, is conditioned on it and drafts bytes 2..n. One targ
 Letters: B batch, N block rows = window n, D model width, V vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -17,29 +15,44 @@ from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
 from bytejax.models.base import Block, Target
+from bytejax.parameters import Params
 
 GREEDY_RULES = ("sequential", "joint")
 
 
 class CircuitDrafter(Drafter):
-    """Drafts from a circuit whose parameters a head computes from the target's hidden state.
+    """Drafts from a circuit whose parameters a head computes from the target's hidden state. Made by `create`.
 
-    params, config: the head's. State: the features [B, D] of the last committed position.
+    weights, config: the head's. State: the features [B, D] of the last committed position.
+    draft_tokens: bytes per block after the root, at most window - 1; what a head could draft beyond is summed out.
     greedy_rule: how drafts are chosen in greedy decoding: "sequential" (arg-max of each conditional) or "joint" (the
-        reference's exact maximum over bytes and latents together).
+        reference's exact maximum over bytes and latents together, of the whole window).
     """
 
-    params: Any
+    weights: heads.DraftWeights
     config: heads.HeadConfig = struct.field(pytree_node=False)
-    greedy_rule: str = struct.field(pytree_node=False, default="sequential")
+    draft_tokens: int = struct.field(pytree_node=False)
+    greedy_rule: str = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls, params: Params, config: heads.HeadConfig, draft_tokens: int | None = None, greedy_rule: str = "sequential"
+    ) -> "CircuitDrafter":
+        """A drafter from a head's parameters. draft_tokens: None for window - 1. Raises InputError."""
+        window = config.circuit.window
+        tokens = window - 1 if draft_tokens is None else draft_tokens
+        if not min(1, window - 1) <= tokens < window:
+            raise InputError(f"draft_tokens = {tokens}: a head with a window of {window} drafts 1 to {window - 1}")
+        if greedy_rule not in GREEDY_RULES:
+            raise InputError(f"unknown greedy rule {greedy_rule!r}; known: {', '.join(GREEDY_RULES)}")
+        places = window if greedy_rule == "joint" else tokens + 1
+        return cls(heads.draft_weights(params, config, places), config, tokens, greedy_rule)
 
     @property
     def block_width(self) -> int:
-        return self.config.circuit.window
+        return self.draft_tokens + 1
 
     def check(self, target: Target) -> None:
-        if self.greedy_rule not in GREEDY_RULES:
-            raise InputError(f"unknown greedy rule {self.greedy_rule!r}; known: {', '.join(GREEDY_RULES)}")
         if self.config.width != target.width:
             raise InputError(f"the head takes features of width {self.config.width}, the target has {target.width}")
         if self.config.vocab < target.vocab:
@@ -50,15 +63,16 @@ class CircuitDrafter(Drafter):
 
     def propose(self, state, root, keys, warp):
         circuit = self.config.circuit
-        sums, leaves = heads.logits(self.params, self.config, state, root)
-        theta = circuit.condition(Theta(warp.sums(sums), warp.log_probs(leaves)), root)
-        if warp.greedy:
-            drafts, log_q = (circuit.greedy if self.greedy_rule == "sequential" else circuit.mode)(theta), None
-        else:
-            drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys)
+        sums, leaves = heads.draft_logits(self.weights, self.config, state, root)
+        theta, log_q = Theta(warp.sums(sums), warp.log_probs(leaves)), None
+        if not warp.greedy:
+            drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys, root)
             log_q = log_q[:, 1:]
-        ids = jnp.concatenate([root[:, None], drafts[:, 1:].astype(jnp.int32)], axis=1)
-        return Draft(Block.chain(ids), log_q)
+        elif self.greedy_rule == "sequential":
+            drafts = circuit.greedy(theta, first=root)
+        else:
+            drafts = circuit.mode(circuit.condition(theta, root))[:, : self.block_width]
+        return Draft(Block.chain(drafts), log_q)  # place 1 is the root
 
     def observe(self, state, target, block, extended, path, accepted):
         row = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)

@@ -24,9 +24,15 @@ def dense(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Arra
 
 
 def swiglu(params: dict, x: jax.Array, transposed: bool = False) -> jax.Array:
-    """Gated feed-forward layer without norm or residual. x [..., D] -> [..., D]."""
-    gate = jax.nn.silu(dense(x, params["gate"], transposed))
-    return dense(gate * dense(x, params["up"], transposed), params["down"], transposed)
+    """Gated feed-forward layer without norm or residual, kernels `gate` and `up` apart or as `gate_up`.
+
+    x [..., D] -> [..., D].
+    """
+    if "gate_up" in params:
+        gate, up = jnp.split(dense(x, params["gate_up"], transposed), 2, axis=-1)
+    else:
+        gate, up = dense(x, params["gate"], transposed), dense(x, params["up"], transposed)
+    return dense(jax.nn.silu(gate) * up, params["down"], transposed)
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

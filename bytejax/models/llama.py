@@ -125,10 +125,14 @@ class Llama(Target):
         return self.config.context
 
     def unrolled(self) -> "Llama":
-        """The same model with its layers as a tuple: faster decoding on CPU, longer compilation."""
+        """The same model for decoding on CPU: its layers a tuple, their kernels that share an input joined in one.
+
+        Decoding is faster, compilation longer.
+        """
         if isinstance(self.params["layers"], tuple):
             return self
-        return self.replace(params=self.params | {"layers": L.unstack(self.params["layers"])})
+        layers = tuple(map(_joined, L.unstack(self.params["layers"])))
+        return self.replace(params=self.params | {"layers": layers})
 
     def with_transposed_kernels(self) -> "Llama":
         """The same model with dense kernels stored [out, in], for decoding one token at a time."""
@@ -223,9 +227,12 @@ class Llama(Target):
         """q [B, T, K*G, H]; k, v [B, T, K, H]."""
         c, (b, t, _) = self.config, x.shape
         h = L.rms_norm(x, p["attention_norm"], c.norm_eps)
-        q = L.dense(h, p["q"], self.transposed).reshape(b, t, c.heads, c.head_dim)
-        k = L.dense(h, p["k"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
-        v = L.dense(h, p["v"], self.transposed).reshape(b, t, c.kv_heads, c.head_dim)
+        if "qkv" in p:
+            rows = L.dense(h, p["qkv"], self.transposed).reshape(b, t, -1, c.head_dim)
+            q, k, v = jnp.split(rows, [c.heads, c.heads + c.kv_heads], axis=2)
+        else:
+            heads = lambda name: L.dense(h, p[name], self.transposed).reshape(b, t, -1, c.head_dim)
+            q, k, v = heads("q"), heads("k"), heads("v")
         q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
         return q, k, v
 
@@ -242,6 +249,13 @@ class Llama(Target):
         if isinstance(slots, tuple) and slots and isinstance(slots[0], tuple):
             return tuple(k for k, _ in slots), tuple(v for _, v in slots)
         return slots
+
+
+def _joined(layer: dict) -> dict:
+    """A layer with kernels q, k, v side by side as `qkv`, gate and up as `gate_up`."""
+    join = lambda *names: jnp.concatenate([layer[name] for name in names], axis=-1)
+    kept = {name: x for name, x in layer.items() if name not in ("q", "k", "v", "gate", "up")}
+    return kept | {"qkv": join("q", "k", "v"), "gate_up": join("gate", "up")}
 
 
 def create(config: Config, key: jax.Array, tokenizer, dtype=jnp.float32) -> Llama:

@@ -13,7 +13,7 @@ from bytejax.models.base import Block
 from bytejax.tokenizers import ByteTokenizer
 
 
-def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), seed=0, **changes):
+def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), seed=0, unrolled=True, **changes):
     """A two-layer Llama with odd numbers; sharpness scales its logits, so that its text has some variety."""
     numbers = dict(
         vocab=vocab, width=24, layers=2, heads=4, kv_heads=2, head_dim=10, ffn_width=36, rope_theta=300.0, norm_eps=1e-3
@@ -22,11 +22,12 @@ def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), 
     tokenizer = ByteTokenizer(vocab=vocab, offset=0, bos=None, stop=stop, banned=banned)
     target = llama.create(config, jax.random.key(seed), tokenizer)
     params = target.params | {"embedding": target.params["embedding"] * 40, "head": target.params["head"] * sharpness}
-    return target.replace(params=jax.tree.map(lambda x: x.astype(dtype), params)).unrolled()
+    target = target.replace(params=jax.tree.map(lambda x: x.astype(dtype), params))
+    return target.unrolled() if unrolled else target
 
 
-def make_drafter(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, feed_width=None, **options):
-    """A circuit drafter with a random head, far from the target's law."""
+def make_head(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, feed_width=None):
+    """Parameters and config of a random head, far from the target's law."""
     circuit = circuits.make(name, window, 1 if name == "ff" else rank)
     config = heads.HeadConfig(circuit, target.width, target.vocab + extra_ids, None, feed_width)
     params = parameters.init(heads.table(config), jax.random.key(seed))
@@ -34,7 +35,12 @@ def make_drafter(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0
     if feed_width is not None:
         params["feed"] = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params["feed"])
     dtype = target.params["embedding"].dtype
-    return CircuitDrafter(params=jax.tree.map(lambda x: x.astype(dtype), params), config=config, **options)
+    return jax.tree.map(lambda x: x.astype(dtype), params), config
+
+
+def make_drafter(target, name, draft_tokens=None, greedy_rule="sequential", **numbers):
+    """A circuit drafter with such a head."""
+    return CircuitDrafter.create(*make_head(target, name, **numbers), draft_tokens, greedy_rule)
 
 
 class Oracle(Drafter):
