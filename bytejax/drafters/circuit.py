@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from bytejax.circuits import Theta
+from bytejax.circuits import Theta, draft_head
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
@@ -29,7 +29,7 @@ class CircuitDrafter(Drafter):
         reference's exact maximum over bytes and latents together, of the whole window).
     """
 
-    weights: heads.DraftWeights
+    weights: draft_head.DraftWeights
     config: heads.HeadConfig = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False)
     greedy_rule: str = struct.field(pytree_node=False)
@@ -46,7 +46,7 @@ class CircuitDrafter(Drafter):
         if greedy_rule not in GREEDY_RULES:
             raise InputError(f"unknown greedy rule {greedy_rule!r}; known: {', '.join(GREEDY_RULES)}")
         places = window if greedy_rule == "joint" else tokens + 1
-        return cls(heads.draft_weights(params, config, places), config, tokens, greedy_rule)
+        return cls(draft_head.draft_weights(params, config, places), config, tokens, greedy_rule)
 
     @property
     def block_width(self) -> int:
@@ -63,7 +63,7 @@ class CircuitDrafter(Drafter):
 
     def propose(self, state, root, keys, warp):
         circuit = self.config.circuit
-        sums, leaves = heads.draft_logits(self.weights, self.config, state, root)
+        sums, leaves = draft_head.draft_logits(self.weights, self.config, state, root)
         theta, log_q = Theta(warp.sums(sums), warp.log_probs(leaves)), None
         if not warp.greedy:
             drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys, root)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from bytejax.circuits import head
 from bytejax.circuits.head import HeadConfig
+from bytejax.circuits.scores import leaf_scores
 from bytejax.parameters import Params
 
 IGNORE = -100
@@ -75,7 +76,7 @@ def _window_cross_entropy(
     """-sum_c share[c, j] log q(x_j | x_<j) for every place j. hidden [C, d], x and share [C, n] -> [n]."""
     chunk = min(chunk, hidden.shape[0])
     late = head.fed(params, config, hidden, x[:, 0])
-    scores = head.leaf_scores(params, config, hidden, late, x, chunk)
+    scores = leaf_scores(params, config, hidden, late, x, chunk)
     # Widened, so that the scan below sums the gradient of the mixture weights in float32.
     mixture = {name: params[name].astype(scores.dtype) for name in ("sums", "bias") if name in params}
 

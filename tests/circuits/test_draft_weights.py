@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bytejax import circuits, parameters
-from bytejax.circuits import Theta, head
+from bytejax.circuits import Theta, draft_head, head
 
 D, V, N = 6, 5, 5
 
@@ -29,8 +29,8 @@ def test_the_law_of_the_first_places_is_the_whole_heads(name, adapter, feed):
     sums, leaves = head.logits(params, config, hidden, first)
     whole = circuit.normalise(sums, leaves)
     for places in range(1, N + 1):
-        weights = head.draft_weights(params, config, places)
-        part = head.draft_logits(weights, config, hidden, first)
+        weights = draft_head.draft_weights(params, config, places)
+        part = draft_head.draft_logits(weights, config, hidden, first)
         rows = circuit.rows_above(places)
         np.testing.assert_allclose(part[0][:, rows], sums[:, rows], atol=1e-5)
         np.testing.assert_allclose(part[1], leaves[:, :places], atol=1e-5)
@@ -46,6 +46,6 @@ def test_the_law_of_the_first_places_is_the_whole_heads(name, adapter, feed):
 
 def test_sums_of_later_places_are_left_out():
     config, params = make("hmm", 2, 4)
-    size = lambda places: sum(x.size for x in jax.tree.leaves(head.draft_weights(params, config, places)))
+    size = lambda places: sum(x.size for x in jax.tree.leaves(draft_head.draft_weights(params, config, places)))
     per_place = V * D + 3 * 2 * D + 3 * V * 2 + 3 * 3 * D  # unembedding, adapters down and up, one transition
     assert size(4) - size(3) == per_place

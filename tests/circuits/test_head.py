@@ -10,6 +10,7 @@ import pytest
 from bytejax import parameters
 from bytejax.circuits import CP, FF, HMM, BTree, head, make
 from bytejax.circuits.base import gather_scores
+from bytejax.circuits.scores import leaf_scores
 from bytejax.errors import InputError
 from tests.circuits.enumeration import quick_jit
 
@@ -67,7 +68,7 @@ def test_scores_in_chunks_are_those_of_theta(config, chunk):
         return theta.sums, jnp.where(seen[..., None], gather_scores(theta.leaves, jnp.where(seen, x, 0)), 0)
 
     def chunked(params, hidden):
-        return head.window_scores(params, config, hidden, x, chunk)
+        return head.sums(params, config, hidden, hidden), leaf_scores(params, config, hidden, hidden, x, chunk)
 
     def both(f):
         def loss(params, hidden):
@@ -87,7 +88,7 @@ def test_bfloat16_parameters_give_float32_theta_and_a_gradient_summed_in_float32
     assert head.theta(params, config, hidden).leaves.dtype == jnp.float32
 
     def loss(params, hidden):
-        return -jnp.sum(head.leaf_scores(params, config, hidden, hidden, x, chunk=16))
+        return -jnp.sum(leaf_scores(params, config, hidden, hidden, x, chunk=16))
 
     gradient = jax.jit(jax.grad(loss))(params, hidden)["leaves"]
     wide = [jax.tree.map(lambda a: a.astype(jnp.float32), a) for a in (params, hidden)]
