@@ -24,7 +24,6 @@ from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
-DEFAULT_DRAFT_TOKENS = 4  # of that drafter in `decode.py`: on a CPU more rows cost more than their drafts bring
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
 WEIGHTS = "model.safetensors"
@@ -36,7 +35,8 @@ def demo_drafters() -> list[str]:
 
 
 def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> None:
-    """Writes a target with stacked layers: weights in `dtype`, config and tokenizer as JSON."""
+    """Writes a target: weights in `dtype`, config and tokenizer as JSON."""
+    target = target.stacked()
     config = {
         "format": "bytejax-target",
         "family": next(name for name, (_, _, cls) in FAMILIES.items() if isinstance(target, cls)),
@@ -46,22 +46,28 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     _save(Path(directory), config, target.params, dtype)
 
 
+def target_directory(source: Path | str) -> Path:
+    """Where a target's files are. Raises InputError where there is no such target."""
+    directory = DEMO / "target" if str(source) == "demo" else Path(source)
+    if not _is_directory(directory):
+        raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory")
+    return directory
+
+
 def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None = None) -> Target:
     """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16").
 
     unroll: hold the layers one by one instead of stacked; None does so on CPU, where a scan would copy the weights.
     """
-    directory = DEMO / "target" if str(source) == "demo" else Path(source)
+    directory = target_directory(source)
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    if not directory.is_dir():
-        raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory")
     saved = _read_config(directory, "bytejax-target")
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
         config = make_config(**saved["config"])
         tokenizer = ByteTokenizer(**_tuples(saved["tokenizer"]))
-    except (KeyError, TypeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
     target = make_target(params=params, config=config, tokenizer=tokenizer)
@@ -79,14 +85,20 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     if str(source) == "none":
         drafter = _create(Autoregressive, (), options)
     else:
-        directory = Path(source) if Path(source).is_dir() else DEMO / str(source)
-        if str(source) in ("", ".", "target") or not directory.is_dir():
+        directory = drafter_directory(source)
+        if directory is None:
             known = ", ".join(["none", *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
         drafter = _create(CircuitDrafter.create, (params, config), options)
     drafter.check(target)
     return drafter
+
+
+def drafter_directory(source: Path | str) -> Path | None:
+    """Where a head's files are: a directory, or the demo's of that name. None where there is neither."""
+    directory = Path(source) if _is_directory(Path(source)) else DEMO / str(source)
+    return None if str(source) in ("", ".", "target") or not _is_directory(directory) else directory
 
 
 def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtype=jnp.bfloat16) -> None:
@@ -118,6 +130,13 @@ def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.Head
     return config, parameters.load(directory / WEIGHTS, heads.table(config), DTYPES[dtype])
 
 
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long, a parent that may not be read, a NUL
+        return False
+
+
 def _create(make: Callable[..., Drafter], arguments: tuple, options: dict) -> Drafter:
     known = list(inspect.signature(make).parameters)[len(arguments) :]
     unknown = sorted(set(options) - set(known))
@@ -145,6 +164,8 @@ def _read_config(directory: Path, expected: str) -> dict:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{directory} holds no config.json") from None
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise InputError(f"{path} is not JSON ({e})") from None
     if not isinstance(config, dict) or config.get("format") != expected:

@@ -167,6 +167,8 @@ def load(path: Path | str, table: Table, dtype=None) -> Params:
             return _unflatten({n: jnp.asarray(file.get_tensor(n), dtype) for n in expected})
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror or e}") from None
     except safetensors.SafetensorError as e:
         raise InputError(f"{path} is not a complete safetensors file ({e})") from None
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.decoding.tiny import make_drafter, make_head, make_target
 def saved(tmp_path):
     target = make_target(unrolled=False)
     params, config = make_head(target, "btree")
-    bytejax.save_target(tmp_path / "target", target, jnp.float32)
+    bytejax.save_target(tmp_path / "target", target.unrolled(), jnp.float32)
     bytejax.save_head(tmp_path / "drafter", config, params, jnp.float32)
     return tmp_path, target.unrolled(), make_drafter(target, "btree")
 
@@ -28,6 +29,14 @@ def test_what_is_saved_decodes_as_before(saved):
     want = generate(target, [[1, 2, 3]], drafter=drafter, max_new_tokens=30)
     got = generate(loaded, [[1, 2, 3]], drafter=loaded_drafter, max_new_tokens=30)
     assert got.ids == want.ids and got.stats.accept_histogram == want.stats.accept_histogram
+
+
+def test_an_unrolled_target_is_saved_as_the_stack_it_came_from(saved):
+    target = make_target(unrolled=False)
+    want, _ = jax.tree.flatten(target.params)
+    for other in (target.unrolled(), target.with_transposed_kernels(), bytejax.load_target(saved[0] / "target")):
+        got, _ = jax.tree.flatten(other.stacked().params)
+        assert len(got) == len(want) and all((a == b).all() for a, b in zip(got, want, strict=True))
 
 
 def test_dtype_is_the_targets(saved):

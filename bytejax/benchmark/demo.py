@@ -79,7 +79,7 @@ def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> flo
     """
     hidden = target.states(jnp.asarray(prompts))
     p = jax.nn.softmax(target.unembed(hidden))
-    config, params = loading.load_head(loading.DEMO / name)
+    config, params = loading.load_head(loading.drafter_directory(name))
     theta = heads.theta(params, config, hidden)
     q = jnp.exp(config.circuit.conditional(theta, jnp.zeros((*hidden.shape[:2], 0), jnp.int32)))
     return float(jnp.minimum(p, q[..., : p.shape[-1]]).sum(-1).mean())
@@ -98,7 +98,7 @@ def speed(target: Target, names: list[str], options: dict[str, Any], repeats: in
         single = max(result.layouts[layout] for layout in ("[in, out]", "[out, in]"))
         yield {
             "drafter": name,
-            "draft_tokens": drafter.draft_tokens,
+            "draft_tokens": drafter.block_width - 1,
             "temperature": options["temperature"],
             "ratio_to_single_rows": result.drafted.stats.tokens_per_second / single,
             "ratio": result.drafted.stats.tokens_per_second / result.baseline.stats.tokens_per_second,

@@ -1,6 +1,6 @@
 """A circuit head arranged for drafting: few products with kernels in the layout that a single row likes.
 
-Letters: n window, m places drafted, r rank, v vocabulary, d model width, k adapter rank, z rows of the sums.
+Letters: c columns, n window, m places drafted, r rank, v vocabulary, d model width, k adapter rank, z rows of the sums.
 """
 
 import jax
@@ -57,7 +57,7 @@ def draft_logits(
     """`logits` of the first m places, from a few products with one kernel each.
 
     hidden [..., d], first [...] int -> sums [..., z, r] and leaves [..., m, r, v], at least float32. Sums that these
-    places do not depend on are zero, which stands for even odds.
+    places do not depend on are zero before the bias: whatever they are, they sum to one.
     """
     r, v, k, m = config.circuit.rank, config.vocab, config.adapter_rank, weights.places
     z, batch, wide = config.circuit.sum_rows, hidden.shape[:-1], wide_dtype(hidden)

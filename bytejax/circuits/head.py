@@ -9,7 +9,7 @@ still
 q(x_1) q(x_2.. | x_1), and under bonus conditioning (drafters draft x_2.. given the x_1 that the target chose) it sees
 what the evidence on leaf 1 alone can only hint at.
 
-Einsum letters: n window, r and y rank, v vocabulary, d model width, k adapter rank, z rows of the sums, c positions.
+Einsum letters: n window, r and y rank, v vocabulary, d model width, k adapter rank, z rows of the sums.
 """
 
 import dataclasses
@@ -100,6 +100,7 @@ def fed(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array)
 
 
 def mix(p: Params, hidden: jax.Array, first: jax.Array) -> jax.Array:
+    """The layer of a fed head: `hidden` with the byte's embedding added, and a gated feed-forward layer on top."""
     mixed = hidden + jnp.where((first >= 0)[..., None], p["embedding"][jnp.maximum(first, 0)], 0).astype(hidden.dtype)
     wide = mixed.astype(wide_dtype(mixed))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * p["norm"]
@@ -110,7 +111,8 @@ def mix(p: Params, hidden: jax.Array, first: jax.Array) -> jax.Array:
 def theta(params: Params, config: HeadConfig, hidden: jax.Array, first: jax.Array | None = None) -> Theta:
     """The circuit's parameters for each hidden state, to be conditioned on `first` if the head is fed.
 
-    hidden [..., d], any float dtype; first [...] int, None where not known -> Theta in at least float32.
+    hidden [..., d], any float dtype; first [...] int, negative or None where not known (for a fed head, only the law of
+    byte 1 then means anything) -> Theta in at least float32.
     """
     return config.circuit.normalise(*logits(params, config, hidden, first))
 
@@ -120,7 +122,7 @@ def logits(
 ) -> tuple[jax.Array, jax.Array]:
     """`theta` before normalisation: sums [..., z, r] and leaves [..., n, r, v], at least float32."""
     wide = wide_dtype(hidden)
-    late = hidden if first is None else fed(params, config, hidden, first)
+    late = fed(params, config, hidden, jnp.full(hidden.shape[:-1], -1) if first is None else first)
     if config.adapter_rank is None:
         project = lambda h, w: jnp.einsum("...d,nrvd->...nrv", h, w["leaves"], preferred_element_type=wide)
     else:
@@ -185,6 +187,7 @@ def sums_in_order(groups: list[np.ndarray], parts: list[jax.Array]) -> jax.Array
 
 
 def wide_dtype(x: jax.Array) -> jnp.dtype:
+    """x's dtype, but at least float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 

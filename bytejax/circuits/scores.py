@@ -1,6 +1,6 @@
 """Scores of whole windows under a circuit head, for training: the logits never exist all at once.
 
-Letters: n window, r rank, v vocabulary, d model width, k adapter rank, C positions.
+Letters: n window, r rank, v vocabulary, d model width, k adapter rank, C positions, c those of a chunk.
 """
 
 import functools

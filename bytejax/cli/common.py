@@ -47,9 +47,9 @@ def number(kind: Callable[[str], float], least: float, most: float = math.inf, a
     def parse(text: str) -> float:
         try:
             value = kind(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
-        if not (math.isfinite(value) and (least <= value <= most or value == also)):
+        if not (least <= value <= most or value == also) or value in (math.inf, -math.inf):
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
         return value
 

@@ -102,8 +102,6 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     target = loading.load_target(args.target, args.dtype)
     chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    if source == loading.DEFAULT_DRAFTER and args.target == "demo":
-        chosen = {"draft_tokens": loading.DEFAULT_DRAFT_TOKENS} | chosen
     drafter = loading.load_drafter(source, target, **chosen)
     rows = [_ids(target, prompt) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
@@ -159,6 +157,8 @@ def _argument_bytes(text: str) -> bytes:
 def _file_bytes(path: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except AttributeError:
+        raise InputError("prompt file -: standard input is closed") from None
     except (OSError, ValueError) as e:
         raise InputError(f"prompt file {path}: {getattr(e, 'strerror', None) or e}") from None
 
@@ -189,7 +189,7 @@ def _parser() -> common.Parser:
     add("--verify", choices=("on", "off"), default="on", help="off keeps every draft unseen: LOSSY, for measuring")
     add("--dtype", default="float32", metavar="TYPE", help="of the weights: float32 (default) or bfloat16")
     add("--ignore-stop", action="store_true", help="never generate a stop id: every text runs to its limit")
-    add("--draft-tokens", type=number(int, 1), metavar="K", help="drafts per pass (default: all of a head's window)")
+    add("--draft-tokens", type=number(int, 1), metavar="K", help="bytes drafted per pass (default: as many as it can)")
     add("--greedy-rule", choices=GREEDY_RULES, help="how a circuit chooses its drafts in greedy decoding")
     add("--version", action="version", version=f"bytejax {bytejax.__version__}")
     return parser

@@ -34,11 +34,14 @@ def token_wise(block: Block, log_q: jax.Array | None, logits: jax.Array, warp: W
 
     Draft i is accepted with probability min(1, p_i / q_i). After a rejection the byte is drawn from the normalised
     positive part of p - q; after the last draft, and where the draft was cut (not rejected), from p.
-    log_q [B, N - 1, V], or None where every row is cut at the root; logits [B, N, V]; keys [B].
+    log_q [B, N - 1, V], or None where the drafts were not sampled: each q is then a point mass; logits [B, N, V];
+    keys [B].
     """
     log_p = warp.log_probs(logits)
-    if log_q is None:
+    if block.width == 1:
         return _chain_verdict(block, jnp.zeros_like(block.ids[:, 1:], bool), lambda s: sample(_row(log_p, s), keys, 1))
+    if log_q is None:
+        log_q = jnp.where(jnp.arange(log_p.shape[-1]) == block.ids[:, 1:, None], 0.0, -jnp.inf)
     of_draft = lambda rows: jnp.take_along_axis(rows, block.ids[:, 1:, None], axis=2)[..., 0]
     uniform = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 0), (block.width - 1,)))(keys)
     ok = jnp.log(uniform) < of_draft(log_p[:, :-1]) - of_draft(log_q)

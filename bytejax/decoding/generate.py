@@ -71,7 +71,8 @@ class Program:
 
     def __call__(self, *args, **static):
         leaves, structure = jax.tree.flatten(args)
-        key = (structure, tuple(map(jax.typeof, leaves)), tuple(sorted(static.items())))
+        places = tuple(getattr(x, "sharding", None) for x in leaves)
+        key = (structure, tuple(map(jax.typeof, leaves)), places, tuple(sorted(static.items())))
         if key not in self._programs:
             begin = time.perf_counter()
             self._programs[key] = self._jit.lower(*args, **static).compile()
@@ -107,6 +108,8 @@ class Generation:
     ):
         self._target, self._drafter = target, drafter if drafter is not None else Autoregressive()
         self._drafter.check(target)
+        if isinstance(prompts, str | bytes):
+            raise InputError("prompts is a list of prompts; put a single one in brackets")
         rows = [_prompt_ids(target, p, i) for i, p in enumerate(prompts)]
         if not rows:
             raise InputError("no prompts given")

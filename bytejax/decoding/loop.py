@@ -5,6 +5,7 @@ Letters: B batch, N block rows, M room for new ids, T prompt length, V vocabular
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -12,6 +13,7 @@ from flax import struct
 from bytejax.decoding import accept
 from bytejax.decoding.logits import Warp
 from bytejax.drafters.base import Drafter
+from bytejax.errors import InputError
 from bytejax.models.base import Target
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -122,6 +124,10 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     keys = _fold(state.keys, state.cache.lengths)
     purpose = lambda p: _fold(keys, jnp.full(active.shape, p))
     draft = drafter.propose(state.draft, state.root, purpose(DRAFT), rules.warp)
+    b, n = state.root.shape[0], drafter.block_width
+    chex.assert_shape(draft.block.ids, (b, n))
+    if draft.log_q is not None:
+        chex.assert_shape(draft.log_q, (b, n - 1, rules.warp.banned.shape[0]))
     extended = target.extend(draft.block, state.cache)
     logits = target.unembed(extended.hidden)
     verdict = _judge(draft, logits, rules, purpose(VERIFY))
@@ -154,6 +160,8 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
 
 
 def _judge(draft, logits, rules: Rules, keys) -> accept.Verdict:
+    if not draft.block.is_chain:
+        raise InputError("the acceptance rules judge chains; this drafter proposed another tree")
     if not rules.verify:
         return accept.everything(draft.block, logits, rules.warp, keys)
     if rules.warp.greedy:

@@ -1,9 +1,10 @@
 """Circuit heads as drafters: the next n bytes from one hidden state (MtPC, arXiv 2511.11346).
 
 The verifier's extra byte is kept and processed as the root of the next block: the circuit, whose parameters come from
-the last accepted position, is conditioned on it and drafts bytes 2..n. One target pass per cycle, at least one byte.
+the last accepted position, is conditioned on it and drafts bytes 2..N, where N is at most its window n. One target pass
+per cycle, at least one byte.
 
-Letters: B batch, N block rows = window n, D model width, V vocabulary.
+Letters: B batch, N block rows, D model width, V vocabulary.
 """
 
 import jax
@@ -41,8 +42,9 @@ class CircuitDrafter(Drafter):
         """A drafter from a head's parameters. draft_tokens: None for window - 1. Raises InputError."""
         window = config.circuit.window
         tokens = window - 1 if draft_tokens is None else draft_tokens
-        if not min(1, window - 1) <= tokens < window:
-            raise InputError(f"draft_tokens = {tokens}: a head with a window of {window} drafts 1 to {window - 1}")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not min(1, window - 1) <= tokens < window:
+            known = f"1 to {window - 1}" if window > 1 else "0"
+            raise InputError(f"draft_tokens = {tokens}: a head with a window of {window} drafts {known}")
         if greedy_rule not in GREEDY_RULES:
             raise InputError(f"unknown greedy rule {greedy_rule!r}; known: {', '.join(GREEDY_RULES)}")
         places = window if greedy_rule == "joint" else tokens + 1
@@ -66,6 +68,7 @@ class CircuitDrafter(Drafter):
         sums, leaves = draft_head.draft_logits(self.weights, self.config, state, root)
         theta, log_q = Theta(warp.sums(sums), warp.log_probs(leaves)), None
         if not warp.greedy:
+            theta = theta._replace(leaves=theta.leaves[:, : self.block_width])
             drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys, root)
             log_q = log_q[:, 1:]
         elif self.greedy_rule == "sequential":

@@ -18,9 +18,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def dense(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
-    """x [..., D] times a kernel stored [D, F], or [F, D] where `transposed`. -> [..., F]."""
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1 if transposed else 0,)), ((), ())))
+def dense(x: jax.Array, kernel: jax.Array, transposed: bool = False, dtype: Any = None) -> jax.Array:
+    """x [..., D] times a kernel stored [D, F], or [F, D] where `transposed`. -> [..., F] in `dtype`, or x's."""
+    axes = ((x.ndim - 1,), (1 if transposed else 0,)), ((), ())
+    return jax.lax.dot_general(x, kernel, axes, preferred_element_type=dtype)
 
 
 def swiglu(params: dict, x: jax.Array, transposed: bool = False) -> jax.Array:
@@ -49,21 +50,23 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention, softmax in float32.
+    """Grouped-query attention, softmax and its sum in float32.
 
-    q [B, T, K*G, H]; k [K*B, H, S] and v [K*B, S, H] as `kv_layout` makes them; mask [B or 1, T, S] bool, True where a
-    query sees a slot. -> [B, T, K*G*H].
+    q [B, T, K*G, H]; k ([K*B,] H, S) and v ([K*B,] S, H) as `kv_layout` makes them; mask [B or 1, T, S] bool, True
+    where a query sees a slot. -> [B, T, K*G*H].
     """
     b, t, heads, h = q.shape
+    k, v = (a.reshape(-1, *a.shape[-2:]) for a in (k, v))
     x, s = v.shape[:2]
     groups = heads * b // x
     q = q.reshape(b, t, -1, groups, h).transpose(2, 0, 3, 1, 4).reshape(x, groups * t, h)
     scores = jnp.einsum("XQH,XHS->XQS", q * (h**-0.5), k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[None, :, None], scores.reshape(-1, b, groups, t, s), -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    mixed = jnp.einsum("XQS,XSH->XQH", weights.reshape(x, groups * t, s).astype(v.dtype), v)
-    mixed = mixed.reshape(-1, b, groups, t, h) / weights.sum(-1, keepdims=True).astype(v.dtype)
-    return mixed.transpose(1, 3, 0, 2, 4).reshape(b, t, heads * h)
+    weighted = weights.reshape(x, groups * t, s).astype(v.dtype)
+    mixed = jnp.einsum("XQS,XSH->XQH", weighted, v, preferred_element_type=jnp.float32)
+    mixed = mixed.reshape(-1, b, groups, t, h) / weights.sum(-1, keepdims=True)
+    return mixed.transpose(1, 3, 0, 2, 4).reshape(b, t, heads * h).astype(v.dtype)
 
 
 def attend_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable, chunk: int = 512) -> jax.Array:
@@ -72,31 +75,39 @@ def attend_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable, c
     mask: (query indices [T']) -> [B or 1, T', S] bool.
     """
     b, t, heads, h = q.shape
-    if t <= 2 * chunk or t % chunk:
+    if t <= 2 * chunk:
         return attend(q, k, v, mask(jnp.arange(t)))
+    q = jnp.pad(q, ((0, 0), (0, -t % chunk), (0, 0), (0, 0)))  # what the padding attends to is cut off again
     starts = jnp.arange(0, t, chunk)
 
     def one(start):
         part = jax.lax.dynamic_slice_in_dim(q, start, chunk, axis=1)
         return attend(part, k, v, mask(start + jnp.arange(chunk)))
 
-    return jax.lax.map(one, starts).transpose(1, 0, 2, 3).reshape(b, t, heads * h)
+    return jax.lax.map(one, starts).transpose(1, 0, 2, 3).reshape(b, -1, heads * h)[:, :t]
 
 
 def kv_layout(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, T, K, H] as caches hold them: k [K*B, H, T], v [K*B, T, H].
+    """Keys and values [B, T, K, H] as caches hold them: k [K*B, H, T], v [K*B, T, H]; [H, T], [T, H] where K*B is 1.
 
     Keys have their slots last: on CPU the product with a few queries is then 2.5 times as fast. Heads and batch share
-    an axis (heads first, so that it shards over heads): with two, XLA reshapes what was just written, and copies it.
+    an axis (heads first, so that it shards over heads): with two, or with one of size 1, XLA reshapes what was just
+    written, and copies it.
     """
     b, t, heads, h = k.shape
-    return k.transpose(2, 0, 3, 1).reshape(heads * b, h, t), v.transpose(2, 0, 1, 3).reshape(heads * b, t, h)
+    front = kv_front(heads, b)
+    return k.transpose(2, 0, 3, 1).reshape(*front, h, t), v.transpose(2, 0, 1, 3).reshape(*front, t, h)
+
+
+def kv_front(heads: int, batch: int) -> tuple[int, ...]:
+    """Leading axes of a cache: (K*B,), or none where that is 1."""
+    return () if heads * batch == 1 else (heads * batch,)
 
 
 def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) -> jax.Array:
     """Writes rows into a cache from slot starts [B] on, for each row of the batch; in place where XLA may.
 
-    slots [K*B, ..., S, ...], rows [K*B, ..., N, ...] with S and N on `axis`.
+    slots ([K*B,] ..., S, ...), rows ([K*B,] ..., N, ...) with S and N on `axis`, which is negative.
     """
     rows, b = rows.astype(slots.dtype), starts.shape[0]
     if b == 1:
@@ -107,7 +118,7 @@ def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) 
         put = lambda s, r, start: jax.lax.dynamic_update_slice_in_dim(s, r, start, axis)
         return jax.vmap(put, in_axes=(1, 1, 0), out_axes=1)(slots, rows, starts).reshape(shape)
     for i in range(b):  # a few slices in place are cheaper than the scatter that vmap makes of them
-        at = [0, i] + [starts[i] if d == axis else 0 for d in range(1, slots.ndim - 1)]
+        at = [0, i] + [starts[i] if d == axis else 0 for d in range(-2, 0)]
         slots = jax.lax.dynamic_update_slice(slots, rows[:, i : i + 1], at)
     return slots.reshape(shape)
 

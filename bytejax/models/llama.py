@@ -81,9 +81,9 @@ def table(c: Config) -> Table:
 class Cache(struct.PyTreeNode):
     """Keys and values of the committed positions, each in the slot of its position.
 
-    k: [layers, K*B, H, S], v: [layers, K*B, S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
-        axis
-        where the target's layers are unrolled. Slots at and past `lengths` hold leftovers that no mask lets through.
+    k: [layers, (K*B,) H, S], v: [layers, (K*B,) S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
+        axis where the target's layers are unrolled. Slots at and past `lengths` hold leftovers that no mask lets
+        through.
     lengths: [B] int32.
     """
 
@@ -134,6 +134,23 @@ class Llama(Target):
         layers = tuple(map(_joined, L.unstack(self.params["layers"])))
         return self.replace(params=self.params | {"layers": layers})
 
+    def stacked(self) -> "Llama":
+        """The same model with its layers stacked, as they are saved and trained."""
+        layers, c = self.params["layers"], self.config
+        if not isinstance(layers, tuple):
+            return self
+        if self.transposed:
+            return self.with_transposed_kernels().stacked()
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+        def apart(layer):
+            kept = {name: x for name, x in layer.items() if name not in ("qkv", "gate_up")}
+            parts = jnp.split(layer["qkv"], [q, q + kv], -1) + jnp.split(layer["gate_up"], 2, -1)
+            return kept | dict(zip(("q", "k", "v", "gate", "up"), parts, strict=True))
+
+        stack = jax.tree.map(lambda *x: jnp.stack(x), *map(apart, layers))
+        return self.replace(params=self.params | {"layers": stack})
+
     def with_transposed_kernels(self) -> "Llama":
         """The same model with dense kernels stored [out, in], for decoding one token at a time."""
         flip = lambda tree: jax.tree.map(lambda x: jnp.asarray(x.mT) if x.ndim >= 2 else x, tree)
@@ -146,7 +163,8 @@ class Llama(Target):
         """Slots for `capacity` positions and one block past them."""
         c, dtype = self.config, self.params["embedding"].dtype
         slots = capacity + block_width
-        k, v = (c.kv_heads * batch, c.head_dim, slots), (c.kv_heads * batch, slots, c.head_dim)
+        front = L.kv_front(c.kv_heads, batch)
+        k, v = (*front, c.head_dim, slots), (*front, slots, c.head_dim)
         if isinstance(self.params["layers"], tuple):
             make = lambda shape: tuple(jnp.zeros(shape, dtype) for _ in range(c.layers))
         else:
@@ -161,7 +179,7 @@ class Llama(Target):
             q, k, v = self._qkv(p, x, jnp.arange(t)[None])
             k, v = L.kv_layout(k, v)
             x = self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal))
-            put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0, 0, 0))
+            put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0,) * slots.ndim)
             return x, (put(k_slots, k), put(v_slots, v))
 
         x, slots = L.run_layers(self.params["layers"], step, self.embed(ids), cache.k, cache.v)
@@ -170,6 +188,8 @@ class Llama(Target):
         return Extended(self._final_norm(last), {}, None), Cache(k, v, lengths.astype(jnp.int32))
 
     def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
+        if adapter is not None:
+            raise InputError("this target takes no adapter")
         x = self.embed(block.ids)
         if block.embeds is not None:
             x = jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
@@ -180,8 +200,8 @@ class Llama(Target):
         def step(x, p, k_slots, v_slots):
             q, k, v = self._qkv(p, x, positions)
             k, v = L.kv_layout(k, v)
-            k_slots = L.write_rows(k_slots, k, cache.lengths, axis=2)
-            v_slots = L.write_rows(v_slots, v, cache.lengths, axis=1)
+            k_slots = L.write_rows(k_slots, k, cache.lengths, axis=-1)
+            v_slots = L.write_rows(v_slots, v, cache.lengths, axis=-2)
             return self._after_attention(p, x, L.attend(q, k_slots, v_slots, mask)), (k_slots, v_slots)
 
         x, slots = L.run_layers(self.params["layers"], step, x, cache.k, cache.v)
@@ -195,8 +215,9 @@ class Llama(Target):
 
         def compact(slots, axis):
             """Moves the rows of the path to the front of the block; S on `axis` of slots."""
-            source = jnp.tile(cache.lengths[:, None] + path, (slots.shape[0] // path.shape[0], 1))
-            source = jnp.expand_dims(source, 3 - axis)
+            source = cache.lengths[:, None] + path
+            source = jnp.tile(source, (slots.shape[0] // path.shape[0], 1)) if slots.ndim == 3 else source[0]
+            source = jnp.expand_dims(source, -3 - axis)
             return L.write_rows(slots, jnp.take_along_axis(slots, source, axis), cache.lengths, axis)
 
         def compact_layers(slots, axis):
@@ -204,15 +225,15 @@ class Llama(Target):
                 return tuple(compact(x, axis) for x in slots)
             return jax.vmap(lambda x: compact(x, axis))(slots)
 
-        return Cache(compact_layers(pending.k, 2), compact_layers(pending.v, 1), lengths)
+        return Cache(compact_layers(pending.k, -1), compact_layers(pending.v, -2), lengths)
 
     def embed(self, ids):
         return jnp.take(self.params["embedding"], ids, axis=0)
 
     def unembed(self, hidden):
         if self.config.tied:
-            return L.dense(hidden, self.params["embedding"], transposed=True).astype(jnp.float32)
-        return L.dense(hidden, self.params["head"], self.transposed).astype(jnp.float32)
+            return L.dense(hidden, self.params["embedding"], transposed=True, dtype=jnp.float32)
+        return L.dense(hidden, self.params["head"], self.transposed, dtype=jnp.float32)
 
     def states(self, ids):
         positions = jnp.arange(ids.shape[1])[None]

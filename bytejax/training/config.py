@@ -165,12 +165,15 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"{path}: not readable as a config file ({e.__class__.__name__})") from None
     try:
         values = OmegaConf.create(text) if text.strip() else OmegaConf.create()
-        overlay = OmegaConf.from_dotlist(list(overrides))
     except Exception as e:  # the YAML parser's errors have no common base here
         raise InputError(f"{path}: not valid YAML ({' '.join(str(e).split())})") from None
     if not OmegaConf.is_dict(values):
         raise InputError(f"{path}: a config file is a mapping of keys to values")
-    return from_values(OmegaConf.merge(values, overlay), str(path))
+    try:
+        merged = OmegaConf.merge(values, OmegaConf.from_dotlist(list(overrides)))
+    except Exception as e:
+        raise InputError(f"{' '.join(overrides)} does not fit {path} ({' '.join(str(e).split())})") from None
+    return from_values(merged, str(path))
 
 
 def from_values(values: Any, where: str = "config") -> Config:

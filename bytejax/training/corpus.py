@@ -104,6 +104,9 @@ def _corpus(root: Path, train: Sequence[str], held_out: Sequence[str], info: dic
 def _stream(root: Path, names: Iterable[str]) -> np.ndarray:
     parts = []
     for name in names:
-        content = np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
+        try:
+            content = np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
+        except OSError as e:
+            raise InputError(f"{root / name}: {e.strerror}") from None
         parts += [np.array([BOS], np.uint16), content, np.array([EOS], np.uint16)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)

@@ -9,7 +9,7 @@ from bytejax.training.config import Optimizer
 
 
 def schedule(o: Optimizer, steps: int) -> optax.Schedule:
-    """Learning rate of step 0, 1, ...: linear warm-up from 0 to the peak, then as the config says until `steps`."""
+    """Learning rate of step 0, 1, ...: linear warm-up from a share of the peak, then as the config says to `steps`."""
     rest, end = max(steps - o.warmup_steps, 1), o.learning_rate * o.final_fraction
     after = {
         "constant": optax.constant_schedule(o.learning_rate),
@@ -32,19 +32,19 @@ def make(o: Optimizer, steps: int, decayed: optax.Params) -> optax.GradientTrans
     else:
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
-        def in_stack(path, decays):
-            return matrix if decays and jax.tree_util.DictKey("layers") in path else None
+        def rule_of(path, decays):
+            stacked = jax.tree_util.DictKey("layers") in path
+            return "other" if not decays else "muon" if stacked else "decayed"
 
-        rule = optax.contrib.muon(
+        muon = optax.contrib.muon(
             rate,
             weight_decay=o.weight_decay,
-            weight_decay_mask=decayed,
-            adam_b1=o.beta1,
-            adam_b2=o.beta2,
-            adam_weight_decay=o.weight_decay,
-            muon_weight_dimension_numbers=jax.tree_util.tree_map_with_path(in_stack, decayed),
+            muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: matrix, params),
             consistent_rms=0.2,
         )
+        adamw = lambda decay: optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=decay)
+        rules = {"muon": muon, "decayed": adamw(o.weight_decay), "other": adamw(0.0)}
+        rule = optax.partition(rules, jax.tree_util.tree_map_with_path(rule_of, decayed))
     return optax.chain(optax.clip_by_global_norm(o.clip), rule)
 
 

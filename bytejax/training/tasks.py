@@ -16,6 +16,7 @@ import numpy as np
 from bytejax import circuits, loading, parameters, tokenizers
 from bytejax.circuits import head as heads
 from bytejax.circuits.head import HeadConfig
+from bytejax.errors import InputError
 from bytejax.models import llama
 from bytejax.parameters import Params
 from bytejax.training import losses
@@ -94,7 +95,12 @@ def _head_task(config: Config) -> Task:
         for name, h in config.heads.items()
     }
     tables = {name: heads.table(h) for name, h in configs.items()}
-    matrices = own_heads(Path(config.target), target)
+    directory = loading.target_directory(config.target)
+    if config.data.sequence_length > target.context:
+        raise InputError(
+            f"data.sequence_length={config.data.sequence_length} is more than the target's context of {target.context}"
+        )
+    matrices = own_heads(directory, target)
     key = jax.random.key(config.seed)
     init = {
         name: heads.from_unembeddings(parameters.init(tables[name], key), h, matrices) for name, h in configs.items()
@@ -114,7 +120,7 @@ def _head_task(config: Config) -> Task:
 
     masks = {name: decayed(t) for name, t in tables.items()}
     headline = f"{next(iter(configs))}/bits_per_byte"
-    digest = hashlib.sha256((Path(config.target) / loading.WEIGHTS).read_bytes()).hexdigest()
+    digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
     return Task(init, masks, target.unrolled(), loss, export, headline, {"target_sha256": digest})
 
 

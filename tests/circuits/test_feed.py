@@ -9,6 +9,7 @@ import pytest
 
 from bytejax import circuits, parameters
 from bytejax.circuits import head
+from bytejax.circuits.scores import leaf_scores
 from bytejax.training import losses
 
 D, V, N = 6, 3, 4
@@ -55,3 +56,26 @@ def test_a_fresh_feed_changes_nothing():
     fed = head.theta(params, config, hidden, jnp.arange(7) % V)
     for a, b in zip(fed, head.theta(params, config, hidden), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "adapter"), CASES)
+def test_the_gradient_is_that_of_the_whole_logits(name, adapter):
+    """Of the parameters and of the hidden states, through a hand-written backward pass, with a chunk that is padded."""
+    config, params = make(name, adapter)
+    circuit = config.circuit
+    hidden = jax.random.normal(jax.random.key(1), (7, D))
+    x = jax.random.randint(jax.random.key(2), (7, N), 0, V).at[2, 1:].set(losses.IGNORE)
+    seen = x >= 0
+
+    def direct(params, hidden):
+        theta = head.theta(params, config, hidden, x[:, 0])
+        return circuit.prefix_log_probs(theta, x, seen).sum()
+
+    def chunked(params, hidden):
+        late = head.fed(params, config, hidden, x[:, 0])
+        scores = leaf_scores(params, config, hidden, late, x, chunk=3)
+        return circuit.prefix_from_scores(head.sums(params, config, hidden, late), scores, seen).sum()
+
+    want, got = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, hidden) for f in (direct, chunked))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), want, got)
+    assert np.abs(got[1]).max() > 1e-2

@@ -149,7 +149,6 @@ def test_no_arguments_mean_a_comparison_on_the_demo(saved, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     monkeypatch.setattr(decode, "PROMPT", "def f")
     monkeypatch.setattr(loading, "DEFAULT_DRAFTER", str(saved / "head"))
-    monkeypatch.setattr(loading, "DEFAULT_DRAFT_TOKENS", 2)
     (saved / "demo").mkdir()
     (saved / "demo" / "target").symlink_to(saved / "target")
     monkeypatch.setattr(loading, "DEMO", saved / "demo")

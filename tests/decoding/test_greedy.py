@@ -25,6 +25,33 @@ def test_equals_autoregression_of_the_same_width_bit_for_bit(name, batch, dtype)
         assert [len(x) for x in drafted.ids] == [60] * batch
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [2, 5])
+def test_right_drafts_are_kept_bit_for_bit(width, dtype):
+    """Random heads are rarely right. An oracle is, so that every accept length is compared with one byte per pass."""
+    target = make_target(dtype=dtype)
+    padded = bytejax.generate(target, PROMPTS, drafter=Autoregressive(width=width), max_new_tokens=80)
+    oracle = Oracle(truth=jnp.asarray(padded.ids), width=width)
+    drafted = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=80)
+    assert drafted.ids == padded.ids
+    assert all(n > 0 for n in drafted.stats.accept_histogram[1:])
+
+
+def test_a_block_that_is_no_chain_is_refused():
+    class Fork(Oracle):
+        def propose(self, state, root, keys, warp):
+            draft = super().propose(state, root, keys, warp)
+            return draft.replace(block=draft.block.replace(static_parents=(0, 0, 0)))
+
+    with pytest.raises(bytejax.InputError, match="judge chains"):
+        bytejax.generate(make_target(), PROMPTS, drafter=Fork(jnp.zeros((4, 9), jnp.int32), 3), max_new_tokens=9)
+
+
+def test_a_bare_prompt_is_refused():
+    with pytest.raises(bytejax.InputError, match="brackets"):
+        bytejax.generate(make_target(), b"abc")
+
+
 @pytest.mark.parametrize("window", [2, 3, 7])
 def test_oracle_drafts_cross_every_accept_length(window):
     target = make_target()

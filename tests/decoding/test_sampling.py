@@ -14,22 +14,26 @@ from scipy import stats
 import bytejax
 from bytejax.decoding import accept, loop
 from bytejax.decoding import generate as generate_module
-from tests.decoding.tiny import make_drafter, make_target
+from tests.decoding.tiny import Oracle, make_drafter, make_target
 
 PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 120_000, 30_000
 NAMES = ("ff", "cp", "hmm", "btree")
-FED = ("ff fed", "btree fed")  # heads that see the root byte
+FED = ("btree fed", "hmm fed 2")  # heads that see the root byte, the second drafting fewer bytes than its window
+CERTAIN = "certain"  # a drafter that does not sample
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
-TESTS = (len(NAMES) + len(FED) + 1) * len(SETTINGS)
+TESTS = (len(NAMES) + len(FED) + 2) * len(SETTINGS)
 LEVEL = 0.001 / TESTS
 
 
 def make_pair(name):
     numbers = {"width": 12, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_width": 16}
     target = make_target(vocab=3, sharpness=0.6, context=64, **numbers)
-    circuit, *fed = name.split()
-    drafter = make_drafter(target, circuit, window=4, rank=2, extra_ids=1, scale=40.0, feed_width=5 if fed else None)
-    return target, drafter
+    if name == CERTAIN:
+        return target, Oracle(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=3)
+    circuit, *rest = name.split()
+    feed, tokens = (5 if rest else None), (int(rest[1]) if rest[1:] else None)
+    numbers = dict(window=4, rank=2, extra_ids=1, scale=40.0, feed_width=feed)
+    return target, make_drafter(target, circuit, draft_tokens=tokens, **numbers)
 
 
 def exact_law(target, temperature, top_p=1.0):
@@ -72,7 +76,7 @@ def p_value(counts, law):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", NAMES + FED)
+@pytest.mark.parametrize("name", (*NAMES, *FED, CERTAIN))
 def test_samples_have_the_targets_law(name, setting):
     target, drafter = make_pair(name)
     law = exact_law(target, **SETTINGS[setting])
@@ -104,10 +108,10 @@ def test_drawing_from_p_after_a_rejection_is_noticed(monkeypatch):
     assert p_value(draw(target, drafter, temperature=1.0), exact_law(target, 1.0)) < 1e-6
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_samples_the_same_alone_and_in_a_ragged_batch(name):
+@pytest.mark.parametrize(("name", "rule"), [(name, "sequential") for name in NAMES] + [("cp", "joint")])
+def test_a_row_samples_the_same_alone_and_in_a_ragged_batch(name, rule):
     target = make_target(stop=(5,))
-    drafter = make_drafter(target, name)
+    drafter = make_drafter(target, name, draft_tokens=3, greedy_rule=rule)
     prompts = [[1, 2, 3], [4] * 17, list(range(20)), [7]]
     options = dict(drafter=drafter, max_new_tokens=40, temperature=0.9, top_p=0.95, seed=11)
     together = bytejax.generate(target, prompts, **options)

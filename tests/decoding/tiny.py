@@ -33,7 +33,8 @@ def make_head(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, f
     params = parameters.init(heads.table(config), jax.random.key(seed))
     params |= {k: params[k] * scale for k in ("leaves", "sums") if k in params}
     if feed_width is not None:
-        params["feed"] = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params["feed"])
+        keys = iter(jax.random.split(jax.random.key(seed), len(params["feed"])))
+        params["feed"] = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params["feed"])
     dtype = target.params["embedding"].dtype
     return jax.tree.map(lambda x: x.astype(dtype), params), config
 

@@ -144,9 +144,9 @@ def test_rows_given_as_embeddings_equal_rows_given_as_ids():
 
 def test_long_prompts_are_attended_in_chunks():
     target = make("one kv head")
-    ids = random_ids(target, 1, 1536)
-    prefilled, _ = target.prefill(ids, jnp.asarray([1530]), target.init_cache(1, 1536, 1))
-    np.testing.assert_allclose(target.unembed(prefilled.hidden)[0, 0], target.logits(ids)[0, 1529], atol=2e-4)
+    ids = random_ids(target, 1, 1280)
+    prefilled, _ = target.prefill(ids, jnp.asarray([1275]), target.init_cache(1, 1280, 1))
+    np.testing.assert_allclose(target.unembed(prefilled.hidden)[0, 0], target.logits(ids)[0, 1274], atol=2e-4)
 
 
 def test_layouts_do_not_change_the_logits():

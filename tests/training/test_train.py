@@ -221,7 +221,14 @@ def test_command_line_exit_codes(tmp_path, monkeypatch, capsys):
     path = str(tmp_path / "run.yaml")
     before = sorted(p for p in tmp_path.rglob("*"))
     (tmp_path / "plain").write_text("x")
-    wrong = [[], ["none.yaml"], [path, "stps=1"], [path, "data.batch=100000"], [path, f"workdir={tmp_path / 'plain'}"]]
+    wrong = [
+        [],
+        ["none.yaml"],
+        [path, "stps=1"],
+        [path, "data.batch=100000"],
+        [path, "data.files.0=b"],
+        [path, f"workdir={tmp_path / 'plain'}"],
+    ]
     wrong += [
         [
             path,
@@ -234,7 +241,7 @@ def test_command_line_exit_codes(tmp_path, monkeypatch, capsys):
     for arguments in wrong:
         assert cli.main(arguments) == 2, arguments
         said = capsys.readouterr().err
-        assert said.startswith("train.py: error: ") and said.count("\n") == 1
+        assert said.startswith("error: ") and said.count("\n") == 1
     (tmp_path / "plain").unlink()
     assert sorted(p for p in tmp_path.rglob("*")) == before
     assert cli.main([path]) == 0
@@ -242,6 +249,33 @@ def test_command_line_exit_codes(tmp_path, monkeypatch, capsys):
     assert cli.main([path]) == 1
     monkeypatch.setattr(train, "run", lambda c: train.Outcome(False, signal.SIGTERM, 1, {}))
     assert cli.main([path]) == 143
+
+
+def test_heads_do_not_train_on_longer_sequences_than_their_target_knows():
+    heads = {"a": {"circuit": "ff", "window": 2, "rank": 1, "adapter_rank": None}}
+    data = {"source": "stdlib", "sequence_length": 4096, "batch": 1}
+    rate = {"learning_rate": 0.1, "warmup_steps": 1, "schedule": "constant"}
+    asked = config.from_values(
+        {"task": "head", "workdir": "w", "steps": 1, "target": "demo", "heads": heads}
+        | {"data": data, "optimizer": rate}
+    )
+    with pytest.raises(InputError, match=r"data\.sequence_length=4096 is more than the target's context of 768"):
+        tasks.make(asked)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_only_matrices_decay(name):
+    rate = config.Optimizer(name=name, learning_rate=0.01, warmup_steps=0, schedule="constant", weight_decay=0.5)
+    params = {
+        "layers": {"q": jnp.ones((2, 4, 4)), "norm": jnp.ones((2, 4))},
+        "head": jnp.ones((5, 4)),
+        "n": jnp.ones(4),
+    }
+    decayed = {"layers": {"q": True, "norm": False}, "head": True, "n": False}
+    rule = optimizer.make(rate, 10, decayed)
+    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
+    expected = jax.tree.map(lambda decays: -0.005 if decays else 0.0, decayed)
+    jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-5), updates, expected)
 
 
 def test_one_step_gives_the_recorded_numbers(tiny):
