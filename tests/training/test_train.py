@@ -257,7 +257,7 @@ def test_heads_do_not_train_on_longer_sequences_than_their_target_knows():
     rate = {"learning_rate": 0.1, "warmup_steps": 1, "schedule": "constant"}
     asked = config.from_values(
         {"task": "head", "workdir": "w", "steps": 1, "target": "demo", "heads": heads}
-        | {"data": data, "optimizer": rate}
+        | {"data": data, "optimizer": rate, "validation": {"every_steps": 1, "batches": 1}}
     )
     with pytest.raises(InputError, match=r"data\.sequence_length=4096 is more than the target's context of 768"):
         tasks.make(asked)
