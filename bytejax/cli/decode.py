@@ -18,17 +18,13 @@ from bytejax.errors import InputError
 from bytejax.models.base import Target
 
 PROMPT = '''\
-class Stack:
-    """A last-in, first-out container."""
+class Server:
+    def __init__(self, address, handler):
+        self.address = address
+        self.handler = handler
 
-    def __init__(self, items=()):
-        self._items = list(items)
-
-    def push(self, item):
-        """Put an item on top of the stack."""
-        self._items.append(item)
-
-    def pop(self):
+    def serve_forever(self):
+        """Handle requests until told to stop."""
 '''
 PROMPT_SHOWN = 600  # characters of a prompt that are shown above its continuation
 
