@@ -86,21 +86,16 @@ def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> flo
 
 
 def speed(target: Target, names: list[str], options: dict[str, Any], repeats: int) -> Iterator[dict[str, Any]]:
-    """Per drafter: medians of `repeats` runs in turns with every way of writing one byte per pass, batch 1.
-
-    ratio: against the fastest of them; ratio_to_single_rows: against the faster of the two that process a single row.
-    """
+    """Per drafter: medians of `repeats` runs in turns with both layouts of the single-token baseline, batch 1."""
     prompts, chosen = held_out_prompts(options.pop("count")), options.pop("chosen")
     for name in names:
         drafter = loading.load_drafter(name, target, **chosen)
         job = measure.Job(target, drafter, [[p] for p in prompts], options | {"ignore_stop": True})
         result = measure.compare(job, repeats)
-        single = max(result.layouts[layout] for layout in ("[in, out]", "[out, in]"))
         yield {
             "drafter": name,
             "draft_tokens": drafter.block_width - 1,
             "temperature": options["temperature"],
-            "ratio_to_single_rows": result.drafted.stats.tokens_per_second / single,
             "ratio": result.drafted.stats.tokens_per_second / result.baseline.stats.tokens_per_second,
             "bytes_per_second": result.drafted.stats.tokens_per_second,
             "baseline_bytes_per_second": result.baseline.stats.tokens_per_second,

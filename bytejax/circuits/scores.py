@@ -70,9 +70,8 @@ def _place_scores_backward(saved, cotangent):
             logits, pull = jax.vjp(_chunk_logits, weights, hidden)
             slope = (_hit(logits, x) - jnp.exp(logits - total[:, None])) * jnp.where(x >= 0, g, 0)[:, None]
             weights_bar, hidden_bar = pull(slope)
-            return jax.tree.map(lambda s, w: s + w.astype(s.dtype), sums, weights_bar), hidden_bar.astype(
-                wide_dtype(hidden)
-            )
+            sums = jax.tree.map(lambda s, w: s + w.astype(s.dtype), sums, weights_bar)
+            return sums, hidden_bar.astype(wide_dtype(hidden))
 
         batches = _features_of(features, first), x, totals, g
         weights_bar, hidden_bar = jax.lax.scan(step, widened(weights), batches)

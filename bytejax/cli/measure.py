@@ -48,9 +48,8 @@ class Job:
 class Comparison:
     """Drafting and autoregression on the same prompts.
 
-    drafted, baseline: the run with the median speed of each; the baseline is the fastest way to write a byte per pass.
-    layout: which way that is: kernels [in, out] or [out, in], or blocks of a byte and a row of padding (suits CPUs).
-    layouts: bytes per second of each. drafted_compile, baseline_compile: seconds.
+    drafted, baseline: the run with the median speed of each; the baseline is the faster layout of the target's kernels.
+    layout: which one it is. layouts: bytes per second of each. drafted_compile, baseline_compile: seconds.
     identical: greedy only, else None: whether the ids are those of autoregression with the drafted run's own layout.
     differences: one entry per prompt where they are not. identical_at_same_width: asked only then: whether they are
         those of autoregression in blocks of the drafter's width, so that every difference is one of rounding.
@@ -73,7 +72,6 @@ def compare(job: Job, repeats: int) -> Comparison:
     sides = {"drafted": job, "[in, out]": alone}
     if hasattr(job.target, "with_transposed_kernels"):
         sides["[out, in]"] = dataclasses.replace(alone, target=job.target.with_transposed_kernels())
-    sides["padded to two rows"] = dataclasses.replace(job, drafter=Autoregressive(width=2))
     compiling = {name: side.warm_up() for name, side in sides.items()}
     runs: dict[str, list[Result]] = {name: [] for name in sides}
     for _ in range(repeats):
