@@ -57,7 +57,8 @@ def target_directory(source: Path | str) -> Path:
 def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None = None) -> Target:
     """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16").
 
-    unroll: hold the layers one by one instead of stacked; None does so on CPU, where a scan would copy the weights.
+    unroll: hold the layers one by one instead of stacked, their kernels in panels; None does so on CPU, where a scan
+        would copy the weights.
     """
     directory = target_directory(source)
     if dtype not in DTYPES:
@@ -72,7 +73,7 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
     target = make_target(params=params, config=config, tokenizer=tokenizer)
     unroll = jax.default_backend() == "cpu" if unroll is None else unroll
-    return target.unrolled() if unroll else target
+    return target.in_panels() if unroll else target
 
 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:

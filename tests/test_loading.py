@@ -34,7 +34,7 @@ def test_what_is_saved_decodes_as_before(saved):
 def test_an_unrolled_target_is_saved_as_the_stack_it_came_from(saved):
     target = make_target(unrolled=False)
     want, _ = jax.tree.flatten(target.params)
-    for other in (target.unrolled(), target.with_transposed_kernels(), bytejax.load_target(saved[0] / "target")):
+    for other in (target.unrolled(), target.in_panels(4), bytejax.load_target(saved[0] / "target")):
         got, _ = jax.tree.flatten(other.stacked().params)
         assert len(got) == len(want) and all((a == b).all() for a, b in zip(got, want, strict=True))
 

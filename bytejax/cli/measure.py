@@ -48,8 +48,9 @@ class Job:
 class Comparison:
     """Drafting and autoregression on the same prompts.
 
-    drafted, baseline: the run with the median speed of each; the baseline is the faster layout of the target's kernels.
-    layout: which one it is. layouts: bytes per second of each. drafted_compile, baseline_compile: seconds.
+    drafted, baseline: the run with the median speed of each; the baseline is the fastest of the target's `layouts`.
+    layout: which one it is. layouts: bytes per second of each, the drafted run's own first.
+    drafted_compile, baseline_compile: seconds.
     identical: greedy only, else None: whether the ids are those of autoregression with the drafted run's own layout.
     differences: one entry per prompt where they are not. identical_at_same_width: asked only then: whether they are
         those of autoregression in blocks of the drafter's width, so that every difference is one of rounding.
@@ -69,9 +70,9 @@ class Comparison:
 def compare(job: Job, repeats: int) -> Comparison:
     """Times the job against one token at a time: everything compiled first, then `repeats` runs of each, in turns."""
     alone = dataclasses.replace(job, drafter=Autoregressive())
-    sides = {"drafted": job, "[in, out]": alone}
-    if hasattr(job.target, "with_transposed_kernels"):
-        sides["[out, in]"] = dataclasses.replace(alone, target=job.target.with_transposed_kernels())
+    layouts = job.target.layouts()
+    own = next(iter(layouts))
+    sides = {"drafted": job} | {name: dataclasses.replace(alone, target=t) for name, t in layouts.items()}
     compiling = {name: side.warm_up() for name, side in sides.items()}
     runs: dict[str, list[Result]] = {name: [] for name in sides}
     for _ in range(repeats):
@@ -79,12 +80,12 @@ def compare(job: Job, repeats: int) -> Comparison:
             runs[name].append(side.run())
     medians = {name: _median(results) for name, results in runs.items()}
     drafted = medians.pop("drafted")
-    layouts = {name: result.stats.tokens_per_second for name, result in medians.items()}
-    layout = max(layouts, key=layouts.get)
+    speeds = {name: result.stats.tokens_per_second for name, result in medians.items()}
+    layout = max(speeds, key=speeds.get)
 
     identical, differences, same_width = None, [], None
     if job.greedy:
-        expected = runs["[in, out]"][0].ids
+        expected = runs[own][0].ids
         identical = drafted.ids == expected
         differences = first_differences(job, drafted.ids, expected)
     if identical is False:
@@ -94,7 +95,7 @@ def compare(job: Job, repeats: int) -> Comparison:
         drafted=drafted,
         baseline=medians[layout],
         layout=layout,
-        layouts=layouts,
+        layouts=speeds,
         drafted_compile=compiling["drafted"],
         baseline_compile=compiling[layout],
         identical=identical,

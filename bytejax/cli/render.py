@@ -129,7 +129,7 @@ def comparison(console: Console, report: Mapping[str, Any]) -> None:
     for name in (_name(settings["drafter"]), "autoregression"):
         table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     both = (report, baseline)
-    table.add_row("layout", Text("[in, out]"), Text(baseline["layout"]))
+    table.add_row("layout", Text(next(iter(baseline["layouts"]))), Text(baseline["layout"]))
     table.add_row("bytes/s", *(f"{x['tokens_per_second']:.0f}" for x in both))
     table.add_row("bytes", *(str(x["tokens"]) for x in both))
     table.add_row("target forwards", *(str(x["target_forwards"]) for x in both))

@@ -154,6 +154,10 @@ class Target(struct.PyTreeNode, abc.ABC):
     def states(self, ids: jax.Array) -> jax.Array:
         """Final hidden states of whole sequences, no cache, differentiable. ids [B, T] int32 -> [B, T, D]."""
 
+    def layouts(self) -> dict[str, "Target"]:
+        """The same model in the memory layouts worth timing one token at a time, by name; its own first."""
+        return {"own": self}
+
     def logits(self, ids: jax.Array) -> jax.Array:
         """Next-byte logits at every position of whole sequences. ids [B, T] int32 -> [B, T, V] float32."""
         return self.unembed(self.states(jnp.asarray(ids, jnp.int32)))

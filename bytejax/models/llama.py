@@ -19,6 +19,7 @@ from bytejax.models.causal import causal_attention
 from bytejax.parameters import Param, Table
 
 ATTENTION_BLOCK = 256  # queries at a time in whole sequences
+PANEL = 64  # outputs in one panel of a kernel, measured on CPUs with AVX-512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +106,10 @@ class Pending(struct.PyTreeNode):
 
 
 class Llama(Target):
-    """Target of the Llama family. `params` as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
+    """Target of the Llama family.
 
-    transposed: every dense kernel is stored [out, in]. A single token is then faster on CPU, a block slower.
+    params: as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
     """
-
-    transposed: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def vocab(self) -> int:
@@ -129,18 +128,24 @@ class Llama(Target):
 
         Decoding is faster, compilation longer.
         """
-        if isinstance(self.params["layers"], tuple):
-            return self
-        layers = tuple(map(_joined, L.unstack(self.params["layers"])))
-        return self.replace(params=self.params | {"layers": layers})
+        layers = self.params["layers"]
+        if isinstance(layers, tuple):
+            return self._with_layers(jax.tree.map(L.without_panels, layers))
+        return self._with_layers(tuple(map(_joined, L.unstack(layers))))
+
+    def in_panels(self, columns: int = PANEL) -> "Llama":
+        """The same model with its layers unrolled and their kernels in panels of so many outputs (`layers.in_panels`).
+
+        On CPU a single token costs what it does without, a block of a few rows down to half.
+        """
+        panels = lambda x: L.in_panels(x, columns) if x.ndim == 2 else x
+        return self._with_layers(jax.tree.map(panels, self.unrolled().params["layers"]))
 
     def stacked(self) -> "Llama":
         """The same model with its layers stacked, as they are saved and trained."""
-        layers, c = self.params["layers"], self.config
-        if not isinstance(layers, tuple):
+        c = self.config
+        if not isinstance(self.params["layers"], tuple):
             return self
-        if self.transposed:
-            return self.with_transposed_kernels().stacked()
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
         def apart(layer):
@@ -148,16 +153,18 @@ class Llama(Target):
             parts = jnp.split(layer["qkv"], [q, q + kv], -1) + jnp.split(layer["gate_up"], 2, -1)
             return kept | dict(zip(("q", "k", "v", "gate", "up"), parts, strict=True))
 
-        stack = jax.tree.map(lambda *x: jnp.stack(x), *map(apart, layers))
-        return self.replace(params=self.params | {"layers": stack})
+        return self._with_layers(jax.tree.map(lambda *x: jnp.stack(x), *map(apart, self.unrolled().params["layers"])))
 
-    def with_transposed_kernels(self) -> "Llama":
-        """The same model with dense kernels stored [out, in], for decoding one token at a time."""
-        flip = lambda tree: jax.tree.map(lambda x: jnp.asarray(x.mT) if x.ndim >= 2 else x, tree)
-        params = self.params | {"layers": tuple(flip(x) for x in self.unrolled().params["layers"])}
-        if not self.config.tied:
-            params["head"] = flip(self.params["head"])
-        return self.replace(params=params, transposed=not self.transposed)
+    def layouts(self) -> dict[str, "Llama"]:
+        layers = self.params["layers"]
+        if isinstance(layers, dict):
+            return {"stacked": self}
+        if not any(x.ndim == 3 for x in jax.tree.leaves(layers)):
+            return {"[in, out]": self}
+        return {"panels": self, "[in, out]": self.unrolled()}
+
+    def _with_layers(self, layers) -> "Llama":
+        return self.replace(params=self.params | {"layers": layers})
 
     def init_cache(self, batch: int, capacity: int, block_width: int) -> Cache:
         """Slots for `capacity` positions and one block past them."""
@@ -233,7 +240,7 @@ class Llama(Target):
     def unembed(self, hidden):
         if self.config.tied:
             return L.dense(hidden, self.params["embedding"], transposed=True, dtype=jnp.float32)
-        return L.dense(hidden, self.params["head"], self.transposed, dtype=jnp.float32)
+        return L.dense(hidden, self.params["head"], dtype=jnp.float32)
 
     def states(self, ids):
         positions = jnp.arange(ids.shape[1])[None]
@@ -249,17 +256,17 @@ class Llama(Target):
         c, (b, t, _) = self.config, x.shape
         h = L.rms_norm(x, p["attention_norm"], c.norm_eps)
         if "qkv" in p:
-            rows = L.dense(h, p["qkv"], self.transposed).reshape(b, t, -1, c.head_dim)
+            rows = L.dense(h, p["qkv"]).reshape(b, t, -1, c.head_dim)
             q, k, v = jnp.split(rows, [c.heads, c.heads + c.kv_heads], axis=2)
         else:
-            heads = lambda name: L.dense(h, p[name], self.transposed).reshape(b, t, -1, c.head_dim)
+            heads = lambda name: L.dense(h, p[name]).reshape(b, t, -1, c.head_dim)
             q, k, v = heads("q"), heads("k"), heads("v")
         q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
         return q, k, v
 
     def _after_attention(self, p, x, mixed):
-        x = x + L.dense(mixed, p["o"], self.transposed)
-        return x + L.swiglu(p, L.rms_norm(x, p["mlp_norm"], self.config.norm_eps), self.transposed)
+        x = x + L.dense(mixed, p["o"])
+        return x + L.swiglu(p, L.rms_norm(x, p["mlp_norm"], self.config.norm_eps))
 
     def _final_norm(self, x):
         return L.rms_norm(x, self.params["final_norm"], self.config.norm_eps)

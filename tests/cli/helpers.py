@@ -21,7 +21,7 @@ def tiny(seed=5, width=16, tokenizer=DEMO):
         heads=2,
         kv_heads=1,
         head_dim=8,
-        ffn_width=24,
+        ffn_width=32,  # gate and up together fill a panel
         rope_theta=10000.0,
         norm_eps=1e-5,
         tied=False,

@@ -49,7 +49,7 @@ def test_compare_prints_the_verdict(command, loaded):
     assert (status, err) == (0, "")
     assert out.startswith(shown(generated(loaded, "def f").texts[0]))
     assert "\nidentical: true\n" in out and re.search(r"\nratio: \d+\.\d\d\n", out)
-    assert re.search(r"layout\W+in, out\W+(in, out|out, in)\b", out)
+    assert re.search(r"layout\W+panels\W+(panels|in, out)\b", out)
     assert re.search(r"bytes per forward\W+[\d.]+\W+1\.00\W", out) and re.search(rf"forwards\W+\d+\W+{NEW - 1}\W", out)
 
 

@@ -16,26 +16,23 @@ from tests.cli.helpers import generated
 def test_the_baseline_is_the_faster_layout_and_figures_are_medians(loaded, monkeypatch):
     target, drafter = loaded
     template = generated(loaded, "def f")
-    speeds = {"drafted": iter([9.0, 1.0, 30.0]), "[in, out]": iter([2.0, 4.0, 3.0]), "[out, in]": iter([7.0, 6.0, 1.0])}
+    speeds = {"drafted": iter([9.0, 1.0, 30.0]), "panels": iter([2.0, 4.0, 3.0]), "[in, out]": iter([7.0, 6.0, 1.0])}
 
     def run(job):
-        if isinstance(job.drafter, Autoregressive):
-            side = "[out, in]" if job.target.transposed else "[in, out]"
-        else:
-            side = "drafted"
+        side = next(iter(job.target.layouts())) if isinstance(job.drafter, Autoregressive) else "drafted"
         stats = dataclasses.replace(template.stats, tokens_per_second=next(speeds[side]))
         return dataclasses.replace(template, stats=stats)
 
     monkeypatch.setattr(measure.Job, "run", run)
-    monkeypatch.setattr(measure.Job, "warm_up", lambda job: 2.5 if job.target.transposed else 1.5)
+    monkeypatch.setattr(measure.Job, "warm_up", lambda job: 1.5 if "panels" in job.target.layouts() else 2.5)
     job = measure.Job(target, drafter, [[[1]]], {"temperature": 0.0, "ignore_stop": False})
     comparison = measure.compare(job, repeats=3)
     assert comparison.drafted.stats.tokens_per_second == 9 and comparison.baseline.stats.tokens_per_second == 6
-    assert comparison.layout == "[out, in]" and comparison.identical is True
+    assert comparison.layout == "[in, out]" and comparison.identical is True
     assert (comparison.drafted_compile, comparison.baseline_compile) == (1.5, 2.5)
     report = measure.report(template, comparison, {"verify": "on"})
-    assert report["ratio"] == 1.5 and report["baseline"]["layout"] == "[out, in]"
-    assert report["baseline"]["layouts"] == {"[in, out]": 3.0, "[out, in]": 6.0}
+    assert report["ratio"] == 1.5 and report["baseline"]["layout"] == "[in, out]"
+    assert report["baseline"]["layouts"] == {"panels": 3.0, "[in, out]": 6.0}
     assert report["compile_seconds"] == pytest.approx(template.stats.compile_seconds + 1.5)
 
 
@@ -74,7 +71,7 @@ def test_a_difference_is_told_with_its_gap_and_the_width_that_settles_it():
     stats = Stats(9, 4, 2.0, [0, 4], 12, 4, 0.3, 0.1, 0.1, 0.0, 90.0)
     result = Result([[1]], [""], ["length"], [[False]], stats)
     found = [{"prompt": 0, "position": 7, "gap": 1e-5}]
-    comparison = measure.Comparison(result, result, "[in, out]", {}, 0.0, 0.0, False, found, True)
+    comparison = measure.Comparison(result, result, "[in, out]", {"[in, out]": 90.0}, 0.0, 0.0, False, found, True)
     settings = {"verify": "on", "repeats": 1, "drafter": "d", "draft_tokens": 4}
     out = io.StringIO()
     render.comparison(render.Console(file=out, width=100), measure.report(None, comparison, settings))
