@@ -118,17 +118,22 @@ class Circuit(abc.ABC):
         """The blocks of sums, in order, that the law of x_1..x_m depends on, m = places."""
         return (0,)
 
+    def blocks_of(self, shorter: "Circuit") -> dict[int, int]:
+        """Which of this circuit's blocks plays the part of each block of a circuit with a shorter window."""
+        return {k: k for k in range(shorter.blocks)}
+
     def rows_above(self, places: int) -> np.ndarray:
         """[z] bool: the rows of those blocks."""
         rows = np.zeros(self.sum_rows, bool)
         for k in self.blocks_above(places):
-            rows[self._rows(k)] = True
+            rows[self.block_rows(k)] = True
         return rows
 
     def _block(self, sums: jax.Array, k: int) -> jax.Array:
-        return sums[..., :1, :] if k == 0 else sums[..., self._rows(k), :]
+        return sums[..., :1, :] if k == 0 else sums[..., self.block_rows(k), :]
 
-    def _rows(self, k: int) -> slice:
+    def block_rows(self, k: int) -> slice:
+        """The rows of block k in `Theta.sums`."""
         return slice(1 + (k - 1) * self.rank, 1 + k * self.rank) if k else slice(0, 1)
 
     # --- parameters ---

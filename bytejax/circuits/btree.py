@@ -62,6 +62,10 @@ class BTree(Circuit):
     def blocks_above(self, places: int) -> tuple[int, ...]:
         return tuple(k for (start, _), k in block_of(self.window).items() if start < places) or (0,)
 
+    def blocks_of(self, shorter: Circuit) -> dict[int, int]:
+        own = block_of(self.window)
+        return {k: own[region] for region, k in block_of(shorter.window).items() if region in own}
+
     def _filter(self, sums: jax.Array, observe: Observe) -> None:
         def visit(region, prior):
             if is_leaf(region):
@@ -99,7 +103,7 @@ class BTree(Circuit):
         parent_slot, parent_block = self._wiring()
         latents = [choice[..., :1]]
         for slots, level in zip(parent_slot, inner_levels(self.window)[1:]):
-            first = self._rows(block_of(self.window)[level[0]]).start
+            first = self.block_rows(block_of(self.window)[level[0]]).start
             rows = first + np.arange(len(level)) * self.rank + latents[-1][..., slots]
             latents.append(pick(choice, rows))
         return jnp.concatenate(latents, -1)[..., parent_block]
@@ -118,6 +122,6 @@ class BTree(Circuit):
         message = scores
         for k in reversed(self.blocks_above(1)):
             rows = self._block(sums, k)
-            sums = sums.at[..., self._rows(k), :].set(posterior(rows, message[..., None, :]))
+            sums = sums.at[..., self.block_rows(k), :].set(posterior(rows, message[..., None, :]))
             message = log_sum_exp(rows + message[..., None, :])
         return sums

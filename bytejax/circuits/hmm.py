@@ -45,7 +45,7 @@ class HMM(Circuit):
     def _leaf_latents(self, choice: jax.Array) -> jax.Array:
         latents = [choice[..., :1]]
         for i in range(1, self.window):
-            latents.append(pick(choice, self._rows(i).start + latents[-1]))
+            latents.append(pick(choice, self.block_rows(i).start + latents[-1]))
         return jnp.concatenate(latents, -1)
 
     def _condition_sums(self, sums: jax.Array, scores: jax.Array) -> jax.Array:

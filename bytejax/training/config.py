@@ -72,6 +72,8 @@ class Head:
     """A circuit head: circuit "ff", "cp", "hmm" or "btree"; window n; rank r; rank of the per-component adapters.
 
     feed_width: see `circuits.head.HeadConfig`.
+    start: a head (a directory, or one that ships with the package) of the same kind and at most the same window, from
+    which this one begins; null for the target's own unembeddings.
     """
 
     circuit: str = MISSING
@@ -79,6 +81,7 @@ class Head:
     rank: int = MISSING
     adapter_rank: int | None = MISSING
     feed_width: int | None = None
+    start: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +130,8 @@ class Config:
 
     task: "target" (next-byte training of `architecture`, perhaps `mtp`) or "head" (`heads` on the frozen `target`).
     compute_dtype: of the forward and backward pass; masters and optimiser state are float32.
-    gamma, chunk: of the window loss of the heads: discount per position, and positions whose logits exist at once.
+    gamma, first_weight, chunk: of the window loss of the heads: discount per position, a further weight of position 1
+    (which is drafted only where the target's extra byte is dropped), and positions whose logits exist at once.
     """
 
     task: str = MISSING
@@ -142,6 +146,7 @@ class Config:
     target: str | None = None
     heads: dict[str, Head] = dataclasses.field(default_factory=dict)
     gamma: float = 1.0
+    first_weight: float = 1.0
     chunk: int = 1024
     compute_dtype: str = "float32"
     seed: int = 0
@@ -237,7 +242,7 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         if h.feed_width is not None:
             positive[f"heads.{name}.feed_width"] = h.feed_width
     fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
-    from_zero = {"optimizer.final_fraction": o.final_fraction}
+    from_zero = {"optimizer.final_fraction": o.final_fraction, "first_weight": c.first_weight}
     below_one = {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2, "optimizer.ema": o.ema or 0.0}
     checks = [(not x > 0, f"{key}={x} must be positive") for key, x in positive.items()]
     checks += [(not 0 < x <= 1, f"{key}={x} must be above 0 and at most 1") for key, x in fractions.items()]
@@ -268,6 +273,8 @@ def _task(c: Config) -> list[tuple[bool, str]]:
         ]
     unsafe = [name for name in c.heads if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]
     ff = [n for n, h in c.heads.items() if h.circuit == "ff" and h.rank != 1]
+    ones = [n for n, h in c.heads.items() if h.window == 1 and c.first_weight == 0]
+    checks += [(bool(ones), f"first_weight=0 leaves nothing to learn for heads of window 1: {', '.join(ones)}")]
     checks += [(bool(unsafe), f"heads: {unsafe} cannot name a directory; use letters, digits, '.', '-' and '_'")]
     checks += [(bool(ff), f"heads: {', '.join(ff)}: circuit ff has rank 1; use cp for a higher rank")]
     return checks

@@ -35,9 +35,9 @@ def windows(labels: jax.Array, n: int, boundaries: Sequence[int] = ()) -> jax.Ar
     return jnp.where(inside & same, labels[:, index], IGNORE)
 
 
-def discounts(n: int, gamma: float) -> jax.Array:
-    """Weights of the n places in the window: gamma^(j-1), normalised by their sum. -> [n]"""
-    powers = gamma ** jnp.arange(n)
+def discounts(n: int, gamma: float, first: float = 1.0) -> jax.Array:
+    """Weights of the n places in the window: gamma^(j-1), place 1 times `first`, normalised by their sum. -> [n]"""
+    powers = gamma ** jnp.arange(n) * jnp.where(jnp.arange(n) == 0, first, 1.0)
     return powers / jnp.sum(powers)
 
 
@@ -49,11 +49,13 @@ def window_loss(
     gamma: float,
     chunk: int,
     boundaries: Sequence[int] = (),
+    first: float = 1.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Discounted negative log-likelihood of all overlapping windows; ignored labels are summed out of the circuit.
 
     hidden [B, T, d] float; labels [B, T] int, IGNORE where not learned; gamma: discount per place; chunk: positions
-    computed at once; boundaries: see `windows`.
+    computed at once; boundaries: see `windows`; first: what the loss of place 1 counts beside the others. A drafter
+    that is told its first byte never drafts it: with 0 the loss is the likelihood of the rest given that byte.
 
     Returns the loss [] and {"ce" [n], "count" [n]}. With l_j = log q(x_j | x_<j) and valid_j the labels that place j
     has in a sequence, ce_j = sum over sequences of -sum_t l_j / max(1, valid_j), and the loss is
@@ -67,7 +69,7 @@ def window_loss(
     share = valid / jnp.maximum(count, 1)[:, None]
     flat = (hidden.reshape(-1, hidden.shape[-1]), x.reshape(-1, n), share.reshape(-1, n))
     ce = _window_cross_entropy(params, config, *flat, chunk)
-    return jnp.sum(discounts(n, gamma) * ce), {"ce": ce, "count": jnp.sum(count, 0)}
+    return jnp.sum(discounts(n, gamma, first) * ce), {"ce": ce, "count": jnp.sum(count, 0)}
 
 
 def _window_cross_entropy(

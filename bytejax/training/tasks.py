@@ -15,6 +15,7 @@ import numpy as np
 
 from bytejax import circuits, loading, parameters, tokenizers
 from bytejax.circuits import head as heads
+from bytejax.circuits.grow import from_shorter
 from bytejax.circuits.head import HeadConfig
 from bytejax.errors import InputError
 from bytejax.models import llama
@@ -105,11 +106,16 @@ def _head_task(config: Config) -> Task:
     init = {
         name: heads.from_unembeddings(parameters.init(tables[name], key), h, matrices) for name, h in configs.items()
     }
+    for name, h in configs.items():
+        if (start := config.heads[name].start) is not None:
+            init[name] = from_shorter(init[name], h, *_started(f"heads.{name}.start", start))
 
     def loss(params, frozen, batch):
         hidden = cast(frozen, dtype).states(batch["ids"])  # once for all heads
         nats = {
-            name: window_nats(cast(params[name], dtype), h, hidden, batch["labels"], config.gamma, config.chunk)
+            name: window_nats(
+                cast(params[name], dtype), h, hidden, batch["labels"], config.gamma, config.chunk, config.first_weight
+            )
             for name, h in configs.items()
         }
         return nats, {f"{name}/bits_per_byte": x / NATS_PER_BIT for name, x in nats.items()}
@@ -125,11 +131,25 @@ def _head_task(config: Config) -> Task:
 
 
 def window_nats(
-    params: Params, head: HeadConfig, hidden: jax.Array, labels: jax.Array, gamma: float, chunk: int
+    params: Params,
+    head: HeadConfig,
+    hidden: jax.Array,
+    labels: jax.Array,
+    gamma: float,
+    chunk: int,
+    first: float = 1.0,
 ) -> jax.Array:
     """Window loss in nats per byte, the mean over the sequences that have labels. hidden [B, T, d], labels [B, T]."""
-    total, _ = losses.window_loss(params, head, hidden, labels, gamma, chunk, tokenizers.DEMO.stop)
+    total, _ = losses.window_loss(params, head, hidden, labels, gamma, chunk, tokenizers.DEMO.stop, first)
     return total / jnp.maximum((labels != losses.IGNORE).any(1).sum(), 1)
+
+
+def _started(key: str, source: str) -> tuple[Params, HeadConfig]:
+    directory = loading.drafter_directory(source)
+    if directory is None:
+        raise InputError(f"{key}={source} is neither a directory nor a head that ships with the package")
+    config, params = loading.load_head(directory)
+    return params, config
 
 
 def own_heads(directory: Path, target: llama.Llama) -> jax.Array:
