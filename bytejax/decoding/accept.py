@@ -1,6 +1,10 @@
-"""Acceptance rules: which drafts stay, and which byte the target adds after them.
+"""Acceptance rules: which drafts of a chain stay, and the law of the byte after them.
 
-Letters: B batch, N block rows, V vocabulary.
+A rule sees drafts d_1..d_M, the law p_i of the target at each of them and after the last, and, where drafts were
+sampled, the law q_i each was sampled from. It keeps the first s drafts and says from which law the next byte comes, so
+that text stays distributed as the target's own. What becomes of that byte is the loop's affair.
+
+Letters: B batch, M drafts, V vocabulary.
 """
 
 import jax
@@ -8,58 +12,87 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.decoding.logits import Warp
-from bytejax.models.base import Block
+
+
+class Chain(struct.PyTreeNode):
+    """Drafts in a line, with what is known about them.
+
+    drafts: [B, M] int32. count: [B] int32, how many of them are drafts; the rest was cut, not rejected.
+    log_p: [B, M + 1, V] float32, row i the target's law at draft i given those before, the last row after them all;
+        normalised, or in greedy decoding logits with banned ids at -inf.
+    log_q: [B, M, V] float32, or None where drafts were not sampled: each q is then a point mass.
+    """
+
+    drafts: jax.Array
+    count: jax.Array
+    log_p: jax.Array
+    log_q: jax.Array | None = None
 
 
 class Verdict(struct.PyTreeNode):
-    """path: [B, N] int32, block rows in order, root first, of which the first `accepted` count.
+    """kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised."""
 
-    accepted: [B] int32, rows to keep: the root and s accepted drafts, 1 <= accepted <= N.
-    bonus: [B] int32, the byte the target adds after them.
+    kept: jax.Array
+    law: jax.Array
+
+
+def greedy(chain: Chain) -> Verdict:
+    """Keeps the longest prefix that the target's own arg-max would have written."""
+    kept = _leading(chain, chain.drafts == jnp.argmax(chain.log_p[:, :-1], axis=-1))
+    return Verdict(kept, row(chain.log_p, kept))
+
+
+def token_wise(chain: Chain, keys: jax.Array) -> Verdict:
+    """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023).
+
+    Draft i is accepted with probability min(1, p_i / q_i). After a rejection the byte comes from the normalised
+    positive part of p - q; after the last draft, and where the drafts were cut, from p. keys [B].
     """
-
-    path: jax.Array
-    accepted: jax.Array
-    bonus: jax.Array
-
-
-def greedy(block: Block, logits: jax.Array, warp: Warp) -> Verdict:
-    """Keeps the longest prefix of a chain that the target's own arg-max would have written. logits [B, N, V]."""
-    choice = jnp.argmax(warp.masked(logits), axis=-1).astype(jnp.int32)
-    return _chain_verdict(block, block.ids[:, 1:] == choice[:, :-1], lambda s: _row(choice, s))
+    if chain.drafts.shape[1] == 0:
+        return everything(chain)
+    log_q = _point_masses(chain) if chain.log_q is None else chain.log_q
+    ok = jnp.log(_uniform(chain, keys)) < _of_drafts(chain, chain.log_p[:, :-1]) - _of_drafts(chain, log_q)
+    kept = _leading(chain, ok)
+    p = row(chain.log_p, kept)
+    excess = jnp.maximum(jnp.exp(p) - jnp.exp(row(log_q, jnp.minimum(kept, log_q.shape[1] - 1))), 0)
+    return Verdict(kept, _after(chain, kept, p, excess))
 
 
-def token_wise(block: Block, log_q: jax.Array | None, logits: jax.Array, warp: Warp, keys: jax.Array) -> Verdict:
-    """Speculative sampling of a chain (Leviathan et al. 2023; Chen et al. 2023).
+def block(chain: Chain, keys: jax.Array) -> Verdict:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): on average never fewer drafts than token-wise.
 
-    Draft i is accepted with probability min(1, p_i / q_i). After a rejection the byte is drawn from the normalised
-    positive part of p - q; after the last draft, and where the draft was cut (not rejected), from p.
-    log_q [B, N - 1, V], or None where the drafts were not sampled: each q is then a point mass; logits [B, N, V];
-    keys [B].
+    With P_0 = 1 and P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i)), draft i of M may end the block with probability
+    h_i = Z_i / (Z_i + 1 - P_i), Z_i the mass of max(P_i p_{i+1} - q_{i+1}, 0), and h_M = P_M. The longest prefix that
+    passes stays; the next byte comes from that positive part, after the last draft (or a cut) from p. keys [B].
     """
-    log_p = warp.log_probs(logits)
-    if block.width == 1:
-        return _chain_verdict(block, jnp.zeros_like(block.ids[:, 1:], bool), lambda s: sample(_row(log_p, s), keys, 1))
-    if log_q is None:
-        log_q = jnp.where(jnp.arange(log_p.shape[-1]) == block.ids[:, 1:, None], 0.0, -jnp.inf)
-    of_draft = lambda rows: jnp.take_along_axis(rows, block.ids[:, 1:, None], axis=2)[..., 0]
-    uniform = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 0), (block.width - 1,)))(keys)
-    ok = jnp.log(uniform) < of_draft(log_p[:, :-1]) - of_draft(log_q)
+    if chain.log_q is None or chain.drafts.shape[1] == 0:
+        return token_wise(chain, keys)  # point masses: the two rules are one
+    m = chain.drafts.shape[1]
+    steps = jnp.cumsum(_of_drafts(chain, chain.log_p[:, :-1]) - _of_drafts(chain, chain.log_q), axis=1)
+    steps = jnp.pad(steps, ((0, 0), (1, 0)))  # log of the products of ratios, without the cap
+    product = jnp.exp(steps - jax.lax.cummax(steps, axis=1))  # P_0..P_M
+    excess = jnp.maximum(product[:, :-1, None] * jnp.exp(chain.log_p[:, :-1]) - jnp.exp(chain.log_q), 0)
+    mass = jnp.pad(excess.sum(-1), ((0, 0), (0, 1)))
+    total = mass + 1 - product
+    h = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 1)
+    place = jnp.arange(m + 1)
+    h = jnp.where(place == chain.count[:, None], product, h)[:, 1:]
+    passed = (_uniform(chain, keys) < h) & (place[1:] <= chain.count[:, None])
+    kept = jnp.max(jnp.where(passed, place[1:], 0), axis=1).astype(jnp.int32)
+    return Verdict(kept, _after(chain, kept, row(chain.log_p, kept), row(excess, jnp.minimum(kept, m - 1))))
 
-    def bonus(s):
-        p = _row(log_p, s)
-        excess = jnp.maximum(jnp.exp(p) - jnp.exp(_row(log_q, jnp.minimum(s, block.width - 2))), 0)
-        rejected = (s < draft_len(block)) & (excess.sum(-1) > 0)  # no excess: a rejection that rounding made
-        return sample(jnp.where(rejected[:, None], jnp.log(excess), p), keys, 1)
 
-    return _chain_verdict(block, ok, bonus)
+def everything(chain: Chain) -> Verdict:
+    """Keeps every draft unseen. Lossy: only for measuring the throughput that no verification could exceed."""
+    return Verdict(chain.count, row(chain.log_p, chain.count))
 
 
-def everything(block: Block, logits: jax.Array, warp: Warp, keys: jax.Array) -> Verdict:
-    """Accepts every draft unseen. Lossy: only for measuring the throughput that no verification could exceed."""
-    pick = lambda s: jnp.argmax(warp.masked(_row(logits, s)), -1).astype(jnp.int32)
-    draw = lambda s: sample(warp.log_probs(_row(logits, s)), keys, 1)
-    return _chain_verdict(block, jnp.ones_like(block.ids[:, 1:], bool), pick if warp.greedy else draw)
+RULES = {"block": block, "token": token_wise}
+
+
+def choose(law: jax.Array, warp: Warp, keys: jax.Array) -> jax.Array:
+    """The next byte from its law [B, V]: its arg-max in greedy decoding, else a draw. -> [B] int32."""
+    return jnp.argmax(law, -1).astype(jnp.int32) if warp.greedy else sample(law, keys, 1)
 
 
 def sample(log_probs: jax.Array, keys: jax.Array, purpose: int) -> jax.Array:
@@ -71,20 +104,31 @@ def sample(log_probs: jax.Array, keys: jax.Array, purpose: int) -> jax.Array:
     return jnp.argmax(log_probs + noise, axis=-1).astype(jnp.int32)
 
 
-def draft_len(block: Block) -> jax.Array:
-    """Number of drafts of a chain that count. -> [B] int32."""
-    return block.is_draft.sum(-1, dtype=jnp.int32)
+def _leading(chain: Chain, ok: jax.Array) -> jax.Array:
+    """How many drafts pass before the first that does not. ok [B, M] -> [B] int32."""
+    ok = ok & (jnp.arange(ok.shape[1]) < chain.count[:, None])
+    return jnp.cumprod(ok, axis=-1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
 
 
-def _chain_verdict(block: Block, ok: jax.Array, bonus) -> Verdict:
-    """ok [B, N - 1]: whether each draft passes on its own; bonus: (accepted drafts [B]) -> [B]."""
-    ok = ok & block.is_draft[:, 1:]
-    s = jnp.cumprod(ok, axis=-1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
-    path = jnp.broadcast_to(jnp.arange(block.width, dtype=jnp.int32), block.ids.shape)
-    return Verdict(path, s + 1, bonus(s))
+def _after(chain: Chain, kept: jax.Array, p: jax.Array, excess: jax.Array) -> jax.Array:
+    """The law after a rejection is the excess [B, V]; p where all drafts stay, or where rounding made the rejection."""
+    rejected = (kept < chain.count) & (excess.sum(-1) > 0)
+    return jnp.where(rejected[:, None], jnp.log(excess), p)
 
 
-def _row(rows: jax.Array, s: jax.Array) -> jax.Array:
+def _uniform(chain: Chain, keys: jax.Array) -> jax.Array:
+    return jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 0), chain.drafts.shape[1:]))(keys)
+
+
+def _point_masses(chain: Chain) -> jax.Array:
+    return jnp.where(jnp.arange(chain.log_p.shape[-1]) == chain.drafts[..., None], 0.0, -jnp.inf)
+
+
+def _of_drafts(chain: Chain, rows: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(rows, chain.drafts[..., None], axis=2)[..., 0]
+
+
+def row(rows: jax.Array, s: jax.Array) -> jax.Array:
     """Row s of each batch row. rows [B, N, ...], s [B] -> [B, ...]."""
     index = s.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.take_along_axis(rows, index, axis=1)[:, 0]

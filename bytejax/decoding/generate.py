@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bytejax.decoding import accept as accept_rules
 from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters.base import Autoregressive, Drafter
@@ -105,6 +106,8 @@ class Generation:
         banned_ids: Iterable[int] = (),
         ignore_stop: bool = False,
         verify: bool = True,
+        accept: str | None = None,
+        bonus: str = "condition",
     ):
         self._target, self._drafter = target, drafter if drafter is not None else Autoregressive()
         self._drafter.check(target)
@@ -117,7 +120,8 @@ class Generation:
         tokenizer = target.tokenizer
         banned = {*banned_ids, *tokenizer.banned, *(tokenizer.stop if ignore_stop else ())}
         warp = make_warp(target.vocab, temperature, top_k, top_p, banned)
-        self._rules = loop.Rules(warp, jnp.asarray(tokenizer.stop, jnp.int32), verify)
+        rule = _checked_rules(accept, bonus, self._drafter)
+        self._rules = loop.Rules(warp, jnp.asarray(tokenizer.stop, jnp.int32), rule, bonus, verify)
 
         longest = max(map(len, rows))
         ids = np.zeros((len(rows), _prompt_bucket(longest)), np.int32)
@@ -153,12 +157,13 @@ class Generation:
         s = jax.device_get(self._state.replace(cache=None, draft=None, keys=None))
         counts = s.count.tolist()
         ids = [row[:n].tolist() for row, n in zip(s.out, counts, strict=True)]
-        tokens, forwards = sum(counts), int(s.cycles.sum())
+        tokens, forwards = sum(counts), int(s.forwards.sum())
+        cycled = tokens - (len(counts) if self._rules.bonus == "condition" else 0)
         drafted, accepted = int(s.drafted.sum()), int(s.accepted.sum())
         stats = Stats(
             tokens=tokens,
             target_forwards=forwards,
-            accept_length=(tokens - len(counts)) / forwards if forwards else 0.0,
+            accept_length=cycled / forwards if forwards else 0.0,
             accept_histogram=s.histogram.sum(0).tolist(),
             drafted=drafted,
             accepted=accepted,
@@ -166,7 +171,7 @@ class Generation:
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
             compile_seconds=self._compile_seconds,
-            tokens_per_second=(tokens - len(counts)) / self._decode_seconds if self._decode_seconds else 0.0,
+            tokens_per_second=cycled / self._decode_seconds if self._decode_seconds else 0.0,
         )
         return Result(
             ids=ids,
@@ -189,6 +194,10 @@ def generate(target: Target, prompts: Sequence[str | bytes | Sequence[int]], **o
         within a call draws from the k-th stream.
     banned_ids: ids never generated. ignore_stop: stop ids are never generated either, so that rows run to their limit.
     verify: False keeps every draft unseen. Lossy; for measuring only.
+    accept: how sampled drafts are judged, "block" or "token" (`decoding.accept`); None for the first, and for "token"
+        where the bonus is "paper".
+    bonus: what becomes of the byte that the target adds after the kept drafts (`decoding.loop.BONUS`). With "paper"
+        samples are not the target's.
 
     Raises InputError for prompts or settings that cannot be served.
     """
@@ -229,6 +238,21 @@ def _limits(rows: list[list[int]], max_new_tokens: int | Sequence[int], context:
     if min(limits) < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {min(limits)}")
     return [min(limit, context - len(row)) for limit, row in zip(limits, rows, strict=True)]
+
+
+def _checked_rules(rule: str | None, bonus: str, drafter: Drafter) -> str:
+    """The acceptance rule's name. Raises InputError for combinations that cannot be."""
+    if bonus not in loop.BONUS:
+        raise InputError(f"unknown bonus {bonus!r}; known: {', '.join(loop.BONUS)}")
+    if rule is not None and rule not in accept_rules.RULES:
+        raise InputError(f"unknown acceptance rule {rule!r}; known: {', '.join(accept_rules.RULES)}")
+    if bonus != "condition" and not drafter.drafts_first:
+        raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")
+    if bonus == "paper" and rule == "block":
+        raise InputError(
+            "bonus 'paper' is published with token-wise verification; use accept 'token', or bonus 'carry'"
+        )
+    return rule or ("token" if bonus == "paper" else "block")
 
 
 def _row_keys(seed: int, rows: list[list[int]]) -> jax.Array:

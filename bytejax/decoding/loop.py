@@ -12,23 +12,34 @@ from flax import struct
 
 from bytejax.decoding import accept
 from bytejax.decoding.logits import Warp
-from bytejax.drafters.base import Drafter
+from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
-from bytejax.models.base import Target
+from bytejax.models.base import Block, Extended, Target
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 DRAFT, VERIFY = 0, 1  # what a cycle's randomness is for
+
+BONUS = {
+    "condition": "emitted, and processed as the root of the next block, whose drafts are conditioned on it: one pass",
+    "carry": "emitted, with a pass of its own, where no draft was kept, else dropped; after a rejection the next cycle "
+    "starts from the law it came from",
+    "standard": "emitted, with a pass of its own",
+    "paper": "as in carry, but a rejection is forgotten (MtPC, Algorithm 2); samples then lean towards the drafter",
+}
 
 
 class Rules(struct.PyTreeNode):
     """What a run obeys, the same for every row.
 
     warp: the target's distribution. stop: [K] int32, ids that end a row (kept as its last id).
-    verify: False accepts every draft unseen (lossy).
+    accept: name of the acceptance rule for samples, see `accept.RULES`. bonus: what becomes of the target's extra byte,
+        see `BONUS`. verify: False accepts every draft unseen (lossy).
     """
 
     warp: Warp
     stop: jax.Array
+    accept: str = struct.field(pytree_node=False, default="block")
+    bonus: str = struct.field(pytree_node=False, default="condition")
     verify: bool = struct.field(pytree_node=False, default=True)
 
 
@@ -36,25 +47,29 @@ class State(struct.PyTreeNode):
     """Everything that changes from cycle to cycle. Rows advance independently.
 
     cache, draft: the target's cache and the drafter's state, which hold the same committed positions.
-    root: [B] int32, emitted and not yet processed; its position is `cache.lengths`.
-    keys: [B], one key per row; a cycle uses it folded with the root's position, so that what a row samples depends on
-        nothing but its own key and text.
-    out: [B, M + N] int32, new ids; from_draft: the same shape, True where the id was an accepted draft.
+    root: [B] int32, emitted and not yet processed; its position is `cache.lengths`. Only where the bonus is
+        "condition".
+    law: [B, V] float32, the next byte's log-probabilities (logits in greedy decoding), or None where the bonus is
+        "condition".
+    keys: [B], one key per row; a cycle uses it folded with the position of its first byte, so that what a row samples
+        depends on nothing but its own key and text.
+    out: [B, M + N + 1] int32, new ids; from_draft: the same shape, True where the id was an accepted draft.
     count, limit: [B] int32, ids written and allowed. status: [B] int32, RUNNING, STOP or LENGTH.
-    cycles, drafted, accepted: [B] int32, target passes, drafts proposed, drafts kept.
-    histogram: [B, N + 1] int32, cycles by the number of ids they added.
+    forwards, drafted, accepted: [B] int32, target passes, drafts proposed, drafts kept.
+    histogram: [B, N + 1] int32 (N + 2 where the bonus is "standard"), cycles by the number of ids they added.
     """
 
     cache: Any
     draft: Any
     root: jax.Array
+    law: jax.Array | None
     keys: jax.Array
     out: jax.Array
     from_draft: jax.Array
     count: jax.Array
     limit: jax.Array
     status: jax.Array
-    cycles: jax.Array
+    forwards: jax.Array
     drafted: jax.Array
     accepted: jax.Array
     histogram: jax.Array
@@ -79,28 +94,33 @@ def start(
     """
     b, n = ids.shape[0], drafter.block_width
     extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n))
-    cycle_keys = _fold(_fold(keys, lengths - 1), jnp.full((b,), VERIFY))
-    logits = target.unembed(extended.hidden[:, -1])
-    warp = rules.warp
-    if warp.greedy:
-        root = jnp.argmax(warp.masked(logits), -1).astype(jnp.int32)
-    else:
-        root = accept.sample(warp.log_probs(logits), cycle_keys, 1)
+    law = _laws(target, rules, extended)[:, -1]
     zeros = jnp.zeros((b,), jnp.int32)
-    return State(
+    state = State(
         cache=cache,
         draft=drafter.init(target, extended, ids, lengths),
-        root=root,
+        root=zeros,
+        law=law,
         keys=keys,
-        out=jnp.zeros((b, room + n), jnp.int32).at[:, 0].set(root),
-        from_draft=jnp.zeros((b, room + n), bool),
-        count=zeros + 1,
+        out=jnp.zeros((b, room + n + 1), jnp.int32),
+        from_draft=jnp.zeros((b, room + n + 1), bool),
+        count=zeros,
         limit=limit,
-        status=jnp.where(jnp.isin(root, rules.stop), STOP, jnp.where(limit <= 1, LENGTH, RUNNING)),
-        cycles=zeros,
+        status=zeros + RUNNING,
+        forwards=zeros,
         drafted=zeros,
         accepted=zeros,
-        histogram=jnp.zeros((b, n + 1), jnp.int32),
+        histogram=jnp.zeros((b, n + 1 + (rules.bonus == "standard")), jnp.int32),
+    )
+    if rules.bonus != "condition":
+        return state
+    root = accept.choose(law, rules.warp, _fold(_fold(keys, lengths - 1), jnp.full((b,), VERIFY)))
+    return state.replace(
+        root=root,
+        law=None,
+        out=state.out.at[:, 0].set(root),
+        count=zeros + 1,
+        status=jnp.where(jnp.isin(root, rules.stop), STOP, jnp.where(limit <= 1, LENGTH, RUNNING)),
     )
 
 
@@ -120,60 +140,110 @@ def run(target: Target, drafter: Drafter, rules: Rules, state: State, max_cycles
 
 def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
     """One cycle: draft, one target pass over the block, accept, commit. Ended rows stay as they are."""
-    active = state.status == RUNNING
+    active, rooted = state.status == RUNNING, rules.bonus == "condition"
     keys = _fold(state.keys, state.cache.lengths)
     purpose = lambda p: _fold(keys, jnp.full(active.shape, p))
-    draft = drafter.propose(state.draft, state.root, purpose(DRAFT), rules.warp)
-    b, n = state.root.shape[0], drafter.block_width
-    chex.assert_shape(draft.block.ids, (b, n))
-    if draft.log_q is not None:
-        chex.assert_shape(draft.log_q, (b, n - 1, rules.warp.banned.shape[0]))
+    draft = drafter.propose(state.draft, state.root if rooted else None, purpose(DRAFT), rules.warp)
     extended = target.extend(draft.block, state.cache)
+    chain = _chain(drafter, draft, _laws(target, rules, extended), None if rooted else state.law)
+    verdict = _judge(chain, rules, purpose(VERIFY))
+    bonus = accept.choose(verdict.law, rules.warp, purpose(VERIFY))
+    stays = (verdict.kept == 0) | (rules.bonus in ("condition", "standard"))  # whether the bonus is emitted
+
+    state, kept = _emit(state, rules, chain, verdict.kept, bonus, stays)
+    path = jnp.broadcast_to(jnp.arange(draft.block.width, dtype=jnp.int32), draft.block.ids.shape)
+    rows = jnp.where(active, verdict.kept + rooted, 0)
+    state = state.replace(
+        cache=target.commit(state.cache, extended.pending, path, rows),
+        draft=drafter.observe(state.draft, target, draft.block, extended, path, rows),
+        forwards=state.forwards + active,
+        drafted=state.drafted + jnp.where(active, chain.count, 0),
+        accepted=state.accepted + jnp.minimum(verdict.kept, kept),
+    )
+    if rooted:
+        return state.replace(root=jnp.where(active, bonus, state.root))
+    # What a rejection has ruled out is not drawn again: the next cycle begins with the law the byte was drawn from.
+    law = verdict.law if rules.bonus != "paper" else accept.row(chain.log_p, verdict.kept)
+    if not rules.warp.greedy:
+        law = jax.nn.log_softmax(law)
+    state = state.replace(law=jnp.where(active[:, None], law, state.law))
+    return _process(target, drafter, rules, state, bonus, stays & (state.status == RUNNING))
+
+
+def _laws(target: Target, rules: Rules, extended: Extended) -> jax.Array:
+    """What the target says after every row: log-probabilities, or logits in greedy decoding. -> [B, N, V] float32."""
     logits = target.unembed(extended.hidden)
-    verdict = _judge(draft, logits, rules, purpose(VERIFY))
+    return rules.warp.masked(logits) if rules.warp.greedy else rules.warp.log_probs(logits)
 
-    new, is_draft = _emitted(draft.block, verdict)
-    index = jnp.arange(new.shape[1])
-    ends = jnp.isin(new, rules.stop) & (index < verdict.accepted[:, None])
-    first_stop = jnp.where(ends.any(-1), jnp.argmax(ends, -1) + 1, new.shape[1] + 1)
-    kept = jnp.minimum(jnp.minimum(verdict.accepted, first_stop), state.limit - state.count)
-    kept = jnp.where(active, kept, 0)
-    count = state.count + kept
-    status = jnp.where(kept == first_stop, STOP, jnp.where(count >= state.limit, LENGTH, RUNNING))
 
-    accepted = jnp.where(active, verdict.accepted, 0)
-    drafted = jnp.where(active, accept.draft_len(draft.block), 0)
-    return state.replace(
-        cache=target.commit(state.cache, extended.pending, verdict.path, accepted),
-        draft=drafter.observe(state.draft, target, draft.block, extended, verdict.path, accepted),
-        root=jnp.where(active, verdict.bonus, state.root),
+def _chain(drafter: Drafter, draft: Draft, laws: jax.Array, first: jax.Array | None) -> accept.Chain:
+    """The drafts beside the target's laws [B, N, V] after the block's rows.
+
+    first [B, V]: the law of the block's first row, if that is a draft.
+    """
+    block = draft.block
+    b, n, v = laws.shape
+    chex.assert_shape(block.ids, (b, drafter.block_width))
+    if not block.is_chain:
+        raise InputError("the acceptance rules judge chains; this drafter proposed another tree")
+    drafts = block.ids[:, 1:] if first is None else block.ids
+    if draft.log_q is not None:
+        chex.assert_shape(draft.log_q, (*drafts.shape, v))
+    log_p = laws if first is None else jnp.concatenate([first[:, None], laws], axis=1)
+    return accept.Chain(drafts, block.is_draft.sum(-1, dtype=jnp.int32), log_p, draft.log_q)
+
+
+def _judge(chain: accept.Chain, rules: Rules, keys: jax.Array) -> accept.Verdict:
+    if not rules.verify:
+        return accept.everything(chain)
+    return accept.greedy(chain) if rules.warp.greedy else accept.RULES[rules.accept](chain, keys)
+
+
+def _emit(
+    state: State, rules: Rules, chain: accept.Chain, kept: jax.Array, bonus: jax.Array, stays: jax.Array
+) -> tuple[State, jax.Array]:
+    """Writes the kept drafts and, where it stays, the bonus; ends rows at stop ids and limits.
+
+    -> the state, and how many ids each row got, [B].
+    """
+    drafts = jnp.pad(chain.drafts, ((0, 0), (0, 1)))
+    index = jnp.arange(drafts.shape[1])
+    is_draft = index < kept[:, None]
+    new = jnp.where(is_draft, drafts, bonus[:, None])
+    total = kept + stays
+    ends = jnp.isin(new, rules.stop) & (index < total[:, None])
+    never = new.shape[1] + 1
+    first_stop = jnp.where(ends.any(-1), jnp.argmax(ends, -1) + 1, never)
+    active = state.status == RUNNING
+    added = jnp.where(active, jnp.minimum(jnp.minimum(total, first_stop), state.limit - state.count), 0)
+    count = state.count + added
+    status = jnp.where(added == first_stop, STOP, jnp.where(count >= state.limit, LENGTH, RUNNING))
+    bins = jnp.arange(state.histogram.shape[1])
+    state = state.replace(
         out=_write(state.out, new, state.count),
         from_draft=_write(state.from_draft, is_draft, state.count),
         count=count,
         status=jnp.where(active, status, state.status),
-        cycles=state.cycles + active,
-        drafted=state.drafted + drafted,
-        accepted=state.accepted + jnp.where(index < kept[:, None], is_draft, False).sum(-1, dtype=jnp.int32),
-        histogram=state.histogram
-        + (active[:, None] & (kept[:, None] == jnp.arange(new.shape[1] + 1))).astype(jnp.int32),
+        histogram=state.histogram + (active[:, None] & (added[:, None] == bins)).astype(jnp.int32),
     )
+    return state, added
 
 
-def _judge(draft, logits, rules: Rules, keys) -> accept.Verdict:
-    if not draft.block.is_chain:
-        raise InputError("the acceptance rules judge chains; this drafter proposed another tree")
-    if not rules.verify:
-        return accept.everything(draft.block, logits, rules.warp, keys)
-    if rules.warp.greedy:
-        return accept.greedy(draft.block, logits, rules.warp)
-    return accept.token_wise(draft.block, draft.log_q, logits, rules.warp, keys)
+def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus: jax.Array, rows: jax.Array) -> State:
+    """An extra pass for the rows [B] bool whose bonus was emitted, so that the next cycle finds it processed."""
 
+    def forward(state):
+        block = Block.chain(bonus[:, None])
+        extended = target.extend(block, state.cache)
+        path, accepted = jnp.zeros_like(block.ids), rows.astype(jnp.int32)
+        return state.replace(
+            cache=target.commit(state.cache, extended.pending, path, accepted),
+            draft=drafter.observe(state.draft, target, block, extended, path, accepted),
+            law=jnp.where(rows[:, None], _laws(target, rules, extended)[:, 0], state.law),
+            forwards=state.forwards + rows,
+        )
 
-def _emitted(block, verdict) -> tuple[jax.Array, jax.Array]:
-    """Ids a cycle adds, and which of them were drafts: the accepted drafts in order, then the bonus. [B, N] each."""
-    shifted = jnp.roll(jnp.take_along_axis(block.ids, verdict.path, axis=1), -1, axis=1)
-    is_draft = jnp.arange(block.width) < verdict.accepted[:, None] - 1
-    return jnp.where(is_draft, shifted, verdict.bonus[:, None]), is_draft
+    return jax.lax.cond(rows.any(), forward, lambda state: state, state)
 
 
 def _write(buffer: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:

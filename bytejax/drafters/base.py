@@ -28,8 +28,9 @@ class Warp(Protocol):
 class Draft(struct.PyTreeNode):
     """A proposed block.
 
-    log_q: [B, N - 1, V] float32, the distribution each draft was sampled from given the drafts before it; None where
-    drafts are not sampled (greedy decoding, or any deterministic drafter).
+    log_q: [B, M, V] float32, the distribution each of the M drafts was sampled from given the drafts before it, M = N
+    where the block has no root, else N - 1; None where drafts are not sampled (greedy decoding, or any deterministic
+    drafter).
     """
 
     block: Block
@@ -46,6 +47,11 @@ class Drafter(struct.PyTreeNode, abc.ABC):
     def block_width(self) -> int:
         """Rows of a block, root included."""
 
+    @property
+    def drafts_first(self) -> bool:
+        """Whether it can propose a block without a root."""
+        return False
+
     def check(self, target: Target) -> None:
         """Raises InputError where the drafter cannot serve the target."""
 
@@ -54,8 +60,11 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         """State after the prompt. prefilled: features of the last position; ids [B, T] padded, lengths [B]."""
 
     @abc.abstractmethod
-    def propose(self, state: Any, root: jax.Array, keys: jax.Array, warp: Warp) -> Draft:
-        """A block that starts with root [B]. keys [B]: fresh randomness of this cycle."""
+    def propose(self, state: Any, root: jax.Array | None, keys: jax.Array, warp: Warp) -> Draft:
+        """A block that starts with root [B]; or with a draft, where root is None (only if `drafts_first`).
+
+        keys [B]: fresh randomness of this cycle.
+        """
 
     @abc.abstractmethod
     def observe(

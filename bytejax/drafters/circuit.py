@@ -1,8 +1,8 @@
 """Circuit heads as drafters: the next n bytes from one hidden state (MtPC, arXiv 2511.11346).
 
-The verifier's extra byte is kept and processed as the root of the next block: the circuit, whose parameters come from
-the last accepted position, is conditioned on it and drafts bytes 2..N, where N is at most its window n. One target pass
-per cycle, at least one byte.
+Where the verifier's extra byte is the root of the next block, the circuit, whose parameters come from the last accepted
+position, is conditioned on it and drafts bytes 2..N, where N is at most its window n: one target pass per cycle, at
+least one byte. Where everything emitted has been processed, it drafts bytes 1..N.
 
 Letters: B batch, N block rows, D model width, V vocabulary.
 """
@@ -63,19 +63,44 @@ class CircuitDrafter(Drafter):
     def init(self, target, prefilled, ids, lengths):
         return prefilled.hidden[:, -1]
 
+    @property
+    def drafts_first(self) -> bool:
+        return True
+
     def propose(self, state, root, keys, warp):
-        circuit = self.config.circuit
-        sums, leaves = draft_head.draft_logits(self.weights, self.config, state, root)
-        theta, log_q = Theta(warp.sums(sums), warp.log_probs(leaves)), None
+        log_q1 = None
+        first_is_draft, jointly = root is None, warp.greedy and self.greedy_rule == "joint"
+        if first_is_draft:
+            law = self._theta(state, jnp.zeros(state.shape[:1], jnp.int32), warp)  # leaf 1 needs no first byte
+            if jointly and self.config.feed_width is None:
+                return self._rootless(self.config.circuit.mode(law)[:, : self.block_width], None)
+            root, log_q1 = self._first(law._replace(leaves=law.leaves[:, :1]), keys, warp)
+        theta, circuit, log_q = self._theta(state, root, warp), self.config.circuit, None
         if not warp.greedy:
             theta = theta._replace(leaves=theta.leaves[:, : self.block_width])
             drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys, root)
-            log_q = log_q[:, 1:]
-        elif self.greedy_rule == "sequential":
-            drafts = circuit.greedy(theta, first=root)
-        else:
+            log_q = log_q.at[:, 0].set(log_q1) if first_is_draft else log_q[:, 1:]
+        elif jointly:
             drafts = circuit.mode(circuit.condition(theta, root))[:, : self.block_width]
-        return Draft(Block.chain(drafts), log_q)  # place 1 is the root
+        else:
+            drafts = circuit.greedy(theta, first=root)
+        return self._rootless(drafts, log_q) if first_is_draft else Draft(Block.chain(drafts), log_q)
+
+    def _first(self, theta: Theta, keys, warp) -> tuple[jax.Array, jax.Array | None]:
+        """Byte 1 and, where it is sampled, its law. -> [B], [B, V] or None."""
+        if warp.greedy:
+            return self.config.circuit.greedy(theta)[:, 0], None
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
+        drafts, log_q = jax.vmap(self.config.circuit.sample_with_conditionals)(theta, keys)
+        return drafts[:, 0], log_q[:, 0]
+
+    def _theta(self, state, first, warp) -> Theta:
+        sums, leaves = draft_head.draft_logits(self.weights, self.config, state, first)
+        return Theta(warp.sums(sums), warp.log_probs(leaves))
+
+    def _rootless(self, drafts, log_q) -> Draft:
+        block = Block.chain(drafts)
+        return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)), log_q)
 
     def observe(self, state, target, block, extended, path, accepted):
         row = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)

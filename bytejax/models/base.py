@@ -17,7 +17,8 @@ from bytejax.tokenizers import ByteTokenizer
 class Block(struct.PyTreeNode):
     """The provisional rows of one cycle.
 
-    Row 0 is the root: emitted, not yet processed. Every other row continues the text that ends in its parent row, which
+    Row 0 is the root: emitted, not yet processed; or the first draft, where everything emitted has been processed (see
+    `decoding.loop.BONUS`). Every other row continues the text that ends in its parent row, which
     comes before it. A row's depth gives its position: `cache.lengths + depth`.
 
     ids: [B, N] int32.

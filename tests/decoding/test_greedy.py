@@ -129,6 +129,42 @@ def test_fewer_drafts_than_the_window_holds(name, rule):
     assert len(drafted.stats.accept_histogram) == 4 and drafted.stats.drafted == 2 * drafted.stats.target_forwards
 
 
+@pytest.mark.parametrize("bonus", ["carry", "standard", "paper"])
+@pytest.mark.parametrize(("name", "rule"), [("ff", "sequential"), ("hmm", "sequential"), ("cp", "joint")])
+def test_every_policy_for_the_extra_byte_is_lossless(name, rule, bonus):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=50)
+    for feed in (None, 8):
+        drafter = make_drafter(target, name, greedy_rule=rule, feed_width=feed)
+        drafted = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter, bonus=bonus)
+        for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
+            assert a == b or near_tie(target, prompt, a, b)
+        s = drafted.stats
+        assert s.tokens == 200 and sum(i * n for i, n in enumerate(s.accept_histogram)) == 200
+        cycles = sum(s.accept_histogram)
+        passes = 2 * cycles if bonus == "standard" else cycles + s.tokens - s.accepted
+        assert s.drafted == 5 * cycles and passes - 4 <= s.target_forwards <= passes  # none after a row's last byte
+
+
+def test_a_drafter_that_needs_a_root_cannot_drop_it():
+    with pytest.raises(bytejax.InputError, match="bonus 'carry' needs"):
+        bytejax.generate(make_target(), PROMPTS, max_new_tokens=9, bonus="carry")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(bonus="keep"), "unknown bonus"),
+        (dict(accept="all"), "unknown acceptance rule"),
+        (dict(bonus="paper", accept="block"), "token-wise"),
+    ],
+)
+def test_rules_that_do_not_exist_or_go_together(options, message):
+    target = make_target()
+    with pytest.raises(bytejax.InputError, match=message):
+        bytejax.generate(target, PROMPTS, max_new_tokens=9, drafter=make_drafter(target, "cp"), **options)
+
+
 def test_stacked_and_unrolled_layers_agree():
     unrolled, stacked = make_target(), make_target(unrolled=False)
     drafter = make_drafter(unrolled, "cp")

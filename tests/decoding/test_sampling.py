@@ -21,8 +21,12 @@ NAMES = ("ff", "cp", "hmm", "btree")
 FED = ("btree fed", "hmm fed 2")  # heads that see the root byte, the second drafting fewer bytes than its window
 CERTAIN = "certain"  # a drafter that does not sample
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
-TESTS = (len(NAMES) + len(FED) + 2) * len(SETTINGS)
-LEVEL = 0.001 / TESTS
+KINDS = (*NAMES, *FED)
+ALL = [(name, rule, bonus) for name in KINDS for rule in accept.RULES for bonus in ("condition", "carry", "standard")]
+SHORT = [(name, "block", "condition") for name in (*KINDS, CERTAIN)]
+SHORT += [("cp", "token", "condition"), ("btree fed", "token", "carry"), ("btree", "block", "standard")]
+SHORT += [("hmm fed 2", "block", "carry")]
+LEVEL = 0.001 / (len({*ALL, *SHORT}) + 1) / len(SETTINGS)
 
 
 def make_pair(name):
@@ -76,13 +80,22 @@ def p_value(counts, law):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", (*NAMES, *FED, CERTAIN))
-def test_samples_have_the_targets_law(name, setting):
+@pytest.mark.parametrize(("name", "accept", "bonus"), SHORT)
+def test_samples_have_the_targets_law(name, accept, bonus, setting):
     target, drafter = make_pair(name)
     law = exact_law(target, **SETTINGS[setting])
     assert abs(law.sum() - 1) < 1e-9
     assert setting == "plain" or (law == 0).any()
-    assert p_value(draw(target, drafter, **SETTINGS[setting]), law) > LEVEL
+    assert p_value(draw(target, drafter, accept=accept, bonus=bonus, **SETTINGS[setting]), law) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("name", "accept", "bonus"), sorted({*ALL} - {*SHORT}))
+def test_samples_have_the_targets_law_in_every_combination(name, accept, bonus, setting):
+    target, drafter = make_pair(name)
+    counts = draw(target, drafter, accept=accept, bonus=bonus, **SETTINGS[setting])
+    assert p_value(counts, exact_law(target, **SETTINGS[setting])) > LEVEL
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -92,20 +105,25 @@ def test_autoregressive_samples_have_the_targets_law(setting):
     assert p_value(counts, exact_law(target, **SETTINGS[setting])) > LEVEL
 
 
-def test_drawing_from_p_after_a_rejection_is_noticed(monkeypatch):
-    def wrong(block, log_q, logits, warp, keys):
-        verdict = accept.token_wise(block, log_q, logits, warp, keys)
-        log_p = warp.log_probs(accept._row(logits, verdict.accepted - 1))
-        return verdict.replace(bonus=accept.sample(log_p, keys, 1))
+@pytest.mark.parametrize("rule", accept.RULES)
+def test_drawing_from_p_after_a_rejection_is_noticed(monkeypatch, rule):
+    right = accept.RULES[rule]
 
-    monkeypatch.setattr(
-        loop, "_judge", lambda d, logits, rules, keys: wrong(d.block, d.log_q, logits, rules.warp, keys)
-    )
+    def wrong(chain, keys):
+        verdict = right(chain, keys)
+        return verdict.replace(law=accept.row(chain.log_p, verdict.kept))
+
+    monkeypatch.setitem(accept.RULES, rule, wrong)
     # A new function: JAX would find the old one's trace, with the right rule in it.
     fresh = generate_module.Program(lambda *args: loop.run(*args), donate=(3,))
     monkeypatch.setattr(generate_module, "RUN", fresh)
     target, drafter = make_pair("cp")
-    assert p_value(draw(target, drafter, temperature=1.0), exact_law(target, 1.0)) < 1e-6
+    assert p_value(draw(target, drafter, temperature=1.0, accept=rule), exact_law(target, 1.0)) < 1e-6
+
+
+def test_the_published_cycle_is_noticed():
+    target, drafter = make_pair("cp")
+    assert p_value(draw(target, drafter, temperature=1.0, bonus="paper"), exact_law(target, 1.0)) < 1e-6
 
 
 @pytest.mark.parametrize(("name", "rule"), [(name, "sequential") for name in NAMES] + [("cp", "joint")])
@@ -127,18 +145,40 @@ def test_repetitions_of_a_prompt_draw_from_different_streams():
     assert len({tuple(r) for r in rows}) == 4
 
 
-def test_a_cut_draft_is_followed_by_the_targets_own_law():
-    """Where the draft was cut there was no rejection: the next byte comes from p, not from the excess of p over q."""
-    from bytejax.decoding.logits import make_warp
-    from bytejax.models.base import Block
+def chain_of(p, q, rows, length, count=None, seed=5):
+    """Chains with drafts drawn from the same q at every place, and the same p. Both [V]."""
+    tiled = lambda x, n: jnp.tile(jnp.log(jnp.asarray(x)), (rows, n, 1))
+    drafts = jax.random.categorical(jax.random.key(seed), tiled(q, length))
+    counts = jnp.full((rows,), length if count is None else count, jnp.int32)
+    return accept.Chain(drafts.astype(jnp.int32), counts, tiled(p, length + 1), tiled(q, length))
 
-    warp = make_warp(3, 1.0, 0, 1.0)
-    rows = 60_000
-    p = jnp.log(jnp.asarray([0.5, 0.3, 0.2]))
-    q = jnp.log(jnp.asarray([0.1, 0.8, 0.1]))
-    keys = jax.random.split(jax.random.key(0), rows)
-    block = Block.chain(jnp.ones((rows, 3), jnp.int32), draft_len=jnp.zeros((rows,), jnp.int32))
-    verdict = accept.token_wise(block, jnp.tile(q, (rows, 2, 1)), jnp.tile(p, (rows, 3, 1)), warp, keys)
-    assert (verdict.accepted == 1).all()
-    counts = np.bincount(np.asarray(verdict.bonus), minlength=3)
-    assert stats.chisquare(counts, rows * np.exp(np.asarray(p, np.float64))).pvalue > 1e-4
+
+@pytest.mark.parametrize("rule", accept.RULES)
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_cut_draft_is_followed_by_the_targets_own_law(rule, count):
+    """Where the draft was cut there was no rejection: the next byte comes from p, not from the excess of p over q."""
+    p, rows = [0.5, 0.3, 0.2], 60_000
+    verdict = accept.RULES[rule](
+        chain_of(p, [0.1, 0.8, 0.1], rows, 2, count), jax.random.split(jax.random.key(0), rows)
+    )
+    at_cut = np.asarray(verdict.kept) == count
+    assert (np.asarray(verdict.kept) <= count).all() and at_cut.mean() > 0.3
+    np.testing.assert_allclose(jax.nn.softmax(verdict.law[at_cut]), np.tile(p, (at_cut.sum(), 1)), atol=1e-6)
+
+
+@pytest.mark.parametrize(("rule", "mean"), [("token", 10 / 9), ("block", 11 / 9)])
+def test_the_drafts_that_each_rule_keeps_of_two(rule, mean):
+    """The example of the paper on block verification (arXiv 2403.10444): its expectations for both rules."""
+    rows = 200_000
+    chain = chain_of([1 / 3, 2 / 3], [2 / 3, 1 / 3], rows, 2)
+    kept = np.asarray(accept.RULES[rule](chain, jax.random.split(jax.random.key(1), rows)).kept)
+    assert abs(kept.mean() - mean) < 4 * kept.std() / rows**0.5
+
+
+@pytest.mark.parametrize("rule", accept.RULES)
+def test_a_draft_that_the_target_rules_out_is_never_kept(rule):
+    chain = chain_of([0.5, 0.5, 0.0], [0.2, 0.2, 0.6], 5000, 3)
+    verdict = accept.RULES[rule](chain, jax.random.split(jax.random.key(2), 5000))
+    for drafts, kept in zip(np.asarray(chain.drafts), np.asarray(verdict.kept)):
+        assert 2 not in drafts[:kept]
+    assert not np.isnan(verdict.law).any() and (np.asarray(jax.nn.softmax(verdict.law))[:, 2] == 0).all()
