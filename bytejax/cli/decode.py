@@ -12,7 +12,9 @@ from typing import Any
 import bytejax
 from bytejax import loading
 from bytejax.cli import common, measure, render
-from bytejax.decoding.generate import Result, stream
+from bytejax.decoding.accept import RULES
+from bytejax.decoding.generate import Result, checked_rule, stream
+from bytejax.decoding.loop import BONUS
 from bytejax.drafters.circuit import GREEDY_RULES
 from bytejax.errors import InputError
 from bytejax.models.base import Target
@@ -102,6 +104,7 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     rows = [_ids(target, prompt) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
     options |= {"ignore_stop": args.ignore_stop, "verify": args.verify == "on"}
+    options |= {"accept": checked_rule(args.accept, args.bonus, drafter), "bonus": args.bonus}
     settings = {
         "target": args.target,
         "drafter": source,
@@ -183,6 +186,13 @@ def _parser() -> common.Parser:
     add("--repeats", type=number(int, 1), default=3, metavar="N", help="runs of each side of --compare (default: 3)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--verify", choices=("on", "off"), default="on", help="off keeps every draft unseen: LOSSY, for measuring")
+    add(
+        "--accept",
+        choices=tuple(RULES),
+        help="how sampled drafts are judged (default: block; token with --bonus paper)",
+    )
+    bonus = "the target's extra byte. " + ". ".join(f"{name}: {what}" for name, what in BONUS.items())
+    add("--bonus", choices=tuple(BONUS), default="condition", help=f"{bonus}. The default is condition")
     add("--dtype", default="float32", metavar="TYPE", help="of the weights: float32 (default) or bfloat16")
     add("--ignore-stop", action="store_true", help="never generate a stop id: every text runs to its limit")
     add("--draft-tokens", type=number(int, 1), metavar="K", help="bytes drafted per pass (default: as many as it can)")

@@ -105,7 +105,9 @@ def summary(console: Console, report: Mapping[str, Any]) -> None:
     settings = report["settings"]
     console.print()
     if not report["lossless"]:
-        _line(console, "LOSSY (--verify off): every draft was kept unseen; this is not the target's own text", WARNING)
+        unseen = "(--verify off): every draft was kept unseen; this is not the target's own text"
+        leaning = "(--bonus paper): rejections are forgotten; samples lean towards the drafter"
+        _line(console, f"LOSSY {unseen if settings['verify'] == 'off' else leaning}", WARNING)
     table = _grid()
     finish = ", ".join(f"{n} {reason}" for reason, n in Counter(report["finish_reasons"]).items())
     decoding = "greedy" if settings["temperature"] == 0 else f"sampling, temperature {settings['temperature']:g}"

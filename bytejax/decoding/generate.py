@@ -23,8 +23,9 @@ WHOLE = 2**31 - 1  # cycles: until every row has ended
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts and times of a run. Tokens are kept ids; the first one of each row comes from the prompt's own pass.
+    """Counts and times of a run. Tokens are kept ids.
 
+    from_prompts: tokens that came from the prompts' own passes, the first of each row unless the bonus is dropped.
     accept_length: tokens per target pass, those of the prompts left out on both sides.
     accept_histogram: entry i is how many passes added i tokens.
     drafted, accepted: bytes proposed and kept; acceptance_rate: their quotient, 0 where nothing was drafted.
@@ -32,6 +33,7 @@ class Stats:
     """
 
     tokens: int
+    from_prompts: int
     target_forwards: int
     accept_length: float
     accept_histogram: list[int]
@@ -120,7 +122,7 @@ class Generation:
         tokenizer = target.tokenizer
         banned = {*banned_ids, *tokenizer.banned, *(tokenizer.stop if ignore_stop else ())}
         warp = make_warp(target.vocab, temperature, top_k, top_p, banned)
-        rule = _checked_rules(accept, bonus, self._drafter)
+        rule = checked_rule(accept, bonus, self._drafter)
         self._rules = loop.Rules(warp, jnp.asarray(tokenizer.stop, jnp.int32), rule, bonus, verify)
 
         longest = max(map(len, rows))
@@ -158,10 +160,12 @@ class Generation:
         counts = s.count.tolist()
         ids = [row[:n].tolist() for row, n in zip(s.out, counts, strict=True)]
         tokens, forwards = sum(counts), int(s.forwards.sum())
-        cycled = tokens - (len(counts) if self._rules.bonus == "condition" else 0)
+        from_prompts = len(counts) if self._rules.bonus == "condition" else 0
+        cycled = tokens - from_prompts
         drafted, accepted = int(s.drafted.sum()), int(s.accepted.sum())
         stats = Stats(
             tokens=tokens,
+            from_prompts=from_prompts,
             target_forwards=forwards,
             accept_length=cycled / forwards if forwards else 0.0,
             accept_histogram=s.histogram.sum(0).tolist(),
@@ -240,7 +244,7 @@ def _limits(rows: list[list[int]], max_new_tokens: int | Sequence[int], context:
     return [min(limit, context - len(row)) for limit, row in zip(limits, rows, strict=True)]
 
 
-def _checked_rules(rule: str | None, bonus: str, drafter: Drafter) -> str:
+def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
     """The acceptance rule's name. Raises InputError for combinations that cannot be."""
     if bonus not in loop.BONUS:
         raise InputError(f"unknown bonus {bonus!r}; known: {', '.join(loop.BONUS)}")

@@ -24,7 +24,7 @@ BONUS = {
     "carry": "emitted, with a pass of its own, where no draft was kept, else dropped; after a rejection the next cycle "
     "starts from the law it came from",
     "standard": "emitted, with a pass of its own",
-    "paper": "as in carry, but a rejection is forgotten (MtPC, Algorithm 2); samples then lean towards the drafter",
+    "paper": "as in carry, but a rejection is forgotten (MtPC, Algorithm 2): samples are NOT the target's, LOSSY",
 }
 
 

@@ -112,6 +112,23 @@ def test_unverified_text_is_marked_as_lossy(command):
     assert difference["prompt"] == 0 and 0 < difference["position"] < NEW and difference["gap"] >= 0
 
 
+def test_the_published_cycle_is_marked_as_lossy_where_it_is(command):
+    for temperature, lossless in ((0, True), (1, False)):
+        flags = ("--prompt", "def f", "--bonus", "paper", "--temperature", temperature)
+        report = json.loads(command(*flags, "--json", "--compare", "--repeats", 1)[1])
+        assert report["lossless"] is lossless and report["settings"]["accept"] == "token"
+        assert report["identical"] is (True if lossless else None)
+        assert ("LOSSY (--bonus paper)" in command(*flags)[1]) is not lossless
+
+
+def test_policies_and_rules_reach_the_run(command):
+    run = lambda *flags: json.loads(command("--prompt", "def f", "--json", "--temperature", 1, *flags)[1])
+    block, token, carry = run(), run("--accept", "token"), run("--bonus", "carry")
+    assert [r["settings"]["accept"] for r in (block, token, carry)] == ["block", "token", "block"]
+    assert len({r["text"] for r in (block, token, carry)}) == 3
+    assert (block["from_prompts"], carry["from_prompts"]) == (1, 0)
+
+
 def test_without_a_drafter_it_is_plain_autoregression(command, loaded):
     report = json.loads(command("--prompt", "def f", "--json", drafter=None)[1])
     assert report["settings"]["drafter"] == "none" and report["accept_length"] == 1

@@ -43,6 +43,10 @@ REFUSED = {
     "no repeats": (["--repeats", "0"], "--repeats"),
     "verify": (["--verify", "maybe"], "--verify"),
     "greedy rule": (["--greedy-rule", "random"], "--greedy-rule"),
+    "bonus": (["--bonus", "keep"], "--bonus"),
+    "accept": (["--accept", "all"], "--accept"),
+    "paper by blocks": (["--bonus", "paper", "--accept", "block"], "token-wise"),
+    "bonus without drafts": (["--bonus", "carry"], "needs a drafter"),
     "stream and json": (["--stream", "--json"], "exclude each other"),
 }
 

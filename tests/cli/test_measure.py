@@ -30,7 +30,7 @@ def test_the_baseline_is_the_faster_layout_and_figures_are_medians(loaded, monke
     assert comparison.drafted.stats.tokens_per_second == 9 and comparison.baseline.stats.tokens_per_second == 6
     assert comparison.layout == "[in, out]" and comparison.identical is True
     assert (comparison.drafted_compile, comparison.baseline_compile) == (1.5, 2.5)
-    report = measure.report(template, comparison, {"verify": "on"})
+    report = measure.report(template, comparison, {"verify": "on", "bonus": "condition"})
     assert report["ratio"] == 1.5 and report["baseline"]["layout"] == "[in, out]"
     assert report["baseline"]["layouts"] == {"panels": 3.0, "[in, out]": 6.0}
     assert report["compile_seconds"] == pytest.approx(template.stats.compile_seconds + 1.5)
@@ -68,11 +68,11 @@ def test_distinct_ngrams_tell_a_loop():
 
 
 def test_a_difference_is_told_with_its_gap_and_the_width_that_settles_it():
-    stats = Stats(9, 4, 2.0, [0, 4], 12, 4, 0.3, 0.1, 0.1, 0.0, 90.0)
+    stats = Stats(9, 1, 4, 2.0, [0, 4], 12, 4, 0.3, 0.1, 0.1, 0.0, 90.0)
     result = Result([[1]], [""], ["length"], [[False]], stats)
     found = [{"prompt": 0, "position": 7, "gap": 1e-5}]
     comparison = measure.Comparison(result, result, "[in, out]", {"[in, out]": 90.0}, 0.0, 0.0, False, found, True)
-    settings = {"verify": "on", "repeats": 1, "drafter": "d", "draft_tokens": 4}
+    settings = {"verify": "on", "bonus": "condition", "repeats": 1, "drafter": "d", "draft_tokens": 4}
     out = io.StringIO()
     render.comparison(render.Console(file=out, width=100), measure.report(None, comparison, settings))
     assert "identical: false\n" in out.getvalue()
