@@ -4,6 +4,7 @@ A source is "demo", a directory, or for drafters the name of one that ships with
 """
 
 import dataclasses
+import hashlib
 import inspect
 import json
 from collections.abc import Callable
@@ -12,21 +13,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bytejax import circuits, parameters
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.errors import InputError
-from bytejax.models import llama
+from bytejax.models import llama, lora
 from bytejax.models.base import Target
+from bytejax.parameters import Params
 from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
-WEIGHTS = "model.safetensors"
+WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
 def demo_drafters() -> list[str]:
@@ -43,7 +46,7 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
         "config": dataclasses.asdict(target.config),
         "tokenizer": dataclasses.asdict(target.tokenizer),
     }
-    _save(Path(directory), config, target.params, dtype)
+    _save(Path(directory), config, {WEIGHTS: target.params}, dtype)
 
 
 def target_directory(source: Path | str) -> Path:
@@ -79,7 +82,8 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or "none".
 
-    options: the drafter's own, e.g. draft_tokens=4 or greedy_rule="joint" of a circuit drafter (see its `create`).
+    options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
+        merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
@@ -91,9 +95,25 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
             known = ", ".join(["none", *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
-        drafter = _create(CircuitDrafter.create, (params, config), options)
+        adapters = load_adapters(directory, target)
+        drafter = _create(_circuit_drafter, (params, config, adapters, target), options)
     drafter.check(target)
     return drafter
+
+
+def _circuit_drafter(
+    params: Params,
+    config: heads.HeadConfig,
+    adapters: Params | None,
+    target: Target,
+    draft_tokens: int | None = None,
+    greedy_rule: str = "sequential",
+    merged: bool = False,
+) -> CircuitDrafter:
+    if adapters is None and merged:
+        raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
+    adapter = None if adapters is None else lora.create(adapters, target, merged)
+    return CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter)
 
 
 def drafter_directory(source: Path | str) -> Path | None:
@@ -102,9 +122,65 @@ def drafter_directory(source: Path | str) -> Path | None:
     return None if str(source) in ("", ".", "target") or not _is_directory(directory) else directory
 
 
-def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtype=jnp.bfloat16) -> None:
+def save_head(directory: Path | str, config: heads.HeadConfig, params: Params, dtype=jnp.bfloat16) -> None:
     """Writes a circuit head as a drafter directory."""
-    saved = {
+    _save(Path(directory), _head_values(config), {WEIGHTS: params}, dtype)
+
+
+def save_lora(
+    directory: Path | str,
+    target: llama.Llama,
+    adapters: Params,
+    head: tuple[heads.HeadConfig, Params] | str,
+    dtype=jnp.bfloat16,
+) -> None:
+    """Writes a drafter with LoRA adapters on the target's last layers.
+
+    head: the head that reads the adapted states; or, where it is another drafter's and unchanged, that one's name:
+        a directory beside this one, or a drafter that ships with the package.
+    """
+    layers, _, rank = adapters["q"]["a"].shape
+    values = {"lora": {"layers": layers, "rank": rank, "target": fingerprint(target)}}
+    files = {ADAPTERS: adapters}
+    if isinstance(head, str):
+        values |= {"format": "bytejax-drafter", "kind": "circuit", "head": head}
+    else:
+        values |= _head_values(head[0])
+        files[WEIGHTS] = head[1]
+    _save(Path(directory), values, files, dtype)
+
+
+def load_adapters(directory: Path | str, target: Target) -> Params | None:
+    """The LoRA adapters of a drafter directory, in the target's dtype; None where it has none.
+
+    Raises InputError where they belong to another target.
+    """
+    directory = Path(directory)
+    saved = _read_config(directory, "bytejax-drafter").get("lora")
+    if saved is None:
+        return None
+    if not isinstance(target, llama.Llama):
+        raise InputError(f"{directory}: its LoRA adapters belong to a Llama, not to {type(target).__name__}")
+    try:
+        config, digest = lora.LoraConfig(saved["layers"], saved["rank"]), saved["target"]
+    except (KeyError, TypeError) as e:
+        raise InputError(f"{directory / 'config.json'} does not describe its LoRA adapters ({e})") from None
+    table = lora.table(config, target.config)
+    if digest != fingerprint(target):
+        raise InputError(f"{directory}: its LoRA adapters were trained on another target than this one")
+    return parameters.load(directory / ADAPTERS, table, DTYPES[_dtype_name(target)])
+
+
+def fingerprint(target: Target) -> str:
+    """Tells targets apart, whatever dtype they are loaded in: a hash of embeddings and final norm in bfloat16."""
+    digest = hashlib.sha256()
+    for name in ("embedding", "final_norm"):
+        digest.update(np.asarray(target.params[name].astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _head_values(config: heads.HeadConfig) -> dict[str, Any]:
+    return {
         "format": "bytejax-drafter",
         "kind": "circuit",
         "circuit": type(config.circuit).__name__.lower(),
@@ -115,13 +191,20 @@ def save_head(directory: Path | str, config: heads.HeadConfig, params: Any, dtyp
         "adapter_rank": config.adapter_rank,
         "feed_width": config.feed_width,
     }
-    _save(Path(directory), saved, params, dtype)
 
 
 def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.HeadConfig, Any]:
-    """Config and parameters of a circuit head that `save_head` wrote."""
+    """Config and parameters of a circuit head that `save_head` wrote, or of the one that a LoRA drafter builds on."""
     directory = Path(directory)
     saved = _read_config(directory, "bytejax-drafter")
+    if "head" in saved:
+        beside = directory.parent / str(saved["head"])
+        base = beside if _is_directory(beside) else drafter_directory(str(saved["head"]))
+        if base is None or "head" in _read_config(base, "bytejax-drafter"):
+            raise InputError(
+                f"{directory}: builds on the head {saved['head']!r}, which is neither beside it nor shipped"
+            )
+        return load_head(base, dtype)
     try:
         circuit = circuits.make(saved["circuit"], saved["window"], saved["rank"])
         sizes = (saved[name] for name in ("width", "vocab", "adapter_rank", "feed_width"))
@@ -151,9 +234,10 @@ def _dtype_name(target: Target) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def _save(directory: Path, config: dict, params: Any, dtype) -> None:
+def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    parameters.save(directory / WEIGHTS, jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params))
+    for name, params in files.items():
+        parameters.save(directory / name, jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params))
     part = directory / "config.json.part"
     part.write_text(json.dumps(config, indent=2) + "\n")
     part.replace(directory / "config.json")

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import bytejax
+from bytejax import InputError, loading
 from bytejax.decoding.generate import generate
-from tests.decoding.tiny import make_drafter, make_head, make_target
+from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.models import lora
+from tests.decoding.tiny import make_adapters, make_drafter, make_head, make_target
 
 
 @pytest.fixture
@@ -103,3 +106,47 @@ def test_weights_on_disk_are_bfloat16_unless_told_otherwise(tmp_path):
     loaded = np.asarray(bytejax.load_target(tmp_path).params["embedding"])
     np.testing.assert_allclose(loaded, exact, rtol=2**-8)
     assert not np.array_equal(loaded, exact)
+
+
+def test_a_lora_drafter_is_written_and_read(tmp_path):
+    target = make_target(unrolled=False)
+    bytejax.save_target(tmp_path / "target", target, jnp.float32)
+    loaded = bytejax.load_target(tmp_path / "target")
+    adapters, (params, config) = make_adapters(target, 2), make_head(target, "cp")
+    loading.save_lora(tmp_path / "whole", target, adapters, (config, params), jnp.float32)
+    loading.save_head(tmp_path / "base", config, params, jnp.float32)
+    loading.save_lora(tmp_path / "light", target, adapters, "base", jnp.float32)
+    want = CircuitDrafter.create(params, config, adapter=lora.create(adapters, loaded))
+    want = generate(loaded, [[1, 2, 3]], drafter=want, max_new_tokens=30)
+    for name in ("whole", "light"):
+        for merged in (False, True):
+            drafter = bytejax.load_drafter(tmp_path / name, loaded, merged=merged)
+            got = generate(loaded, [[1, 2, 3]], drafter=drafter, max_new_tokens=30)
+            assert got.ids == want.ids and got.stats.accept_histogram == want.stats.accept_histogram
+
+
+def test_lora_drafters_that_do_not_fit(tmp_path):
+    target = make_target(unrolled=False)
+    adapters, (params, config) = make_adapters(target, 2), make_head(target, "cp")
+    loading.save_lora(tmp_path / "lora", target, adapters, (config, params), jnp.float32)
+    loading.save_lora(tmp_path / "lost", target, adapters, "nowhere", jnp.float32)
+    loading.save_head(tmp_path / "plain", config, params, jnp.float32)
+    cases = [
+        ("lora", make_target(seed=3), {}, "another target"),
+        ("lora", make_target(layers=1), {}, "the target has 1"),
+        ("lora", target, {}, "unroll=True"),
+        ("lost", make_target(), {}, "nowhere"),
+        ("plain", make_target(), {"merged": True}, "no adapters to merge"),
+    ]
+    for name, other, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            bytejax.load_drafter(tmp_path / name, other, **options)
+
+
+def test_a_targets_fingerprint_does_not_depend_on_how_it_is_held(tmp_path):
+    target = make_target(unrolled=False, dtype=jnp.bfloat16)
+    bytejax.save_target(tmp_path / "target", target)
+    prints = {
+        loading.fingerprint(bytejax.load_target(tmp_path / "target", d, u)) for d in loading.DTYPES for u in (0, 1)
+    }
+    assert prints == {loading.fingerprint(target)} != {loading.fingerprint(make_target(seed=1))}

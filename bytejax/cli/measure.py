@@ -126,6 +126,7 @@ def merge(results: Sequence[Result]) -> Result:
         texts=texts,
         finish_reasons=rows("finish_reasons"),
         from_draft=rows("from_draft"),
+        forwards=rows("forwards"),
         stats=Stats(
             tokens=total("tokens"),
             from_prompts=total("from_prompts"),

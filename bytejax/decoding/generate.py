@@ -51,13 +51,14 @@ class Result:
     """What was generated, one entry per prompt.
 
     ids: the new ids only, a stop id included. texts: their text. finish_reasons: "stop" or "length".
-    from_draft: for every id, whether it was an accepted draft.
+    from_draft: for every id, whether it was an accepted draft. forwards: target passes.
     """
 
     ids: list[list[int]]
     texts: list[str]
     finish_reasons: list[str]
     from_draft: list[list[bool]]
+    forwards: list[int]
     stats: Stats
 
 
@@ -182,6 +183,7 @@ class Generation:
             texts=[self._target.tokenizer.decode(x) for x in ids],
             finish_reasons=[FINISH[x] for x in s.status.tolist()],
             from_draft=[row[:n].tolist() for row, n in zip(s.from_draft, counts, strict=True)],
+            forwards=s.forwards.tolist(),
             stats=stats,
         )
 
@@ -250,12 +252,12 @@ def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
         raise InputError(f"unknown bonus {bonus!r}; known: {', '.join(loop.BONUS)}")
     if rule is not None and rule not in accept_rules.RULES:
         raise InputError(f"unknown acceptance rule {rule!r}; known: {', '.join(accept_rules.RULES)}")
-    if bonus != "condition" and not drafter.drafts_first:
-        raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")
     if bonus == "paper" and rule == "block":
         raise InputError(
             "bonus 'paper' is published with token-wise verification; use accept 'token', or bonus 'carry'"
         )
+    if bonus != "condition" and not drafter.drafts_first:
+        raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")
     return rule or ("token" if bonus == "paper" else "block")
 
 

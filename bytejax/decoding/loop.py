@@ -92,8 +92,8 @@ def start(
     ids [B, T] int32 padded on the right, lengths and limit [B] int32 (each >= 1), keys [B].
     capacity: committed positions the cache can hold, at least T and prompt + limit; room: at least every limit.
     """
-    b, n = ids.shape[0], drafter.block_width
-    extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n))
+    b, n, adapter = ids.shape[0], drafter.block_width, drafter.target_adapter()
+    extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n, adapter), adapter)
     law = _laws(target, rules, extended)[:, -1]
     zeros = jnp.zeros((b,), jnp.int32)
     state = State(
@@ -144,7 +144,7 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     keys = _fold(state.keys, state.cache.lengths)
     purpose = lambda p: _fold(keys, jnp.full(active.shape, p))
     draft = drafter.propose(state.draft, state.root if rooted else None, purpose(DRAFT), rules.warp)
-    extended = target.extend(draft.block, state.cache)
+    extended = target.extend(draft.block, state.cache, drafter.target_adapter())
     chain = _chain(drafter, draft, _laws(target, rules, extended), None if rooted else state.law)
     verdict = _judge(chain, rules, purpose(VERIFY))
     bonus = accept.choose(verdict.law, rules.warp, purpose(VERIFY))
@@ -234,7 +234,7 @@ def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus
 
     def forward(state):
         block = Block.chain(bonus[:, None])
-        extended = target.extend(block, state.cache)
+        extended = target.extend(block, state.cache, drafter.target_adapter())
         path, accepted = jnp.zeros_like(block.ids), rows.astype(jnp.int32)
         return state.replace(
             cache=target.commit(state.cache, extended.pending, path, accepted),

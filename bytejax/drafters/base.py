@@ -52,6 +52,10 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         """Whether it can propose a block without a root."""
         return False
 
+    def target_adapter(self) -> Any:
+        """What every pass of the target is given as `adapter`: the draft stream that this drafter reads, or None."""
+        return None
+
     def check(self, target: Target) -> None:
         """Raises InputError where the drafter cannot serve the target."""
 

@@ -15,7 +15,9 @@ from bytejax.circuits import Theta, draft_head
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
-from bytejax.models.base import Block, Target
+from bytejax.models.base import Block, Extended, Target
+from bytejax.models.llama import Llama
+from bytejax.models.lora import Adapter
 from bytejax.parameters import Params
 
 GREEDY_RULES = ("sequential", "joint")
@@ -28,16 +30,23 @@ class CircuitDrafter(Drafter):
     draft_tokens: bytes per block after the root, at most window - 1; what a head could draft beyond is summed out.
     greedy_rule: how drafts are chosen in greedy decoding: "sequential" (arg-max of each conditional) or "joint" (the
         reference's exact maximum over bytes and latents together, of the whole window).
+    adapter: of the target's last layers, where the head reads a draft stream of its own instead of the target's states.
     """
 
     weights: draft_head.DraftWeights
     config: heads.HeadConfig = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False)
     greedy_rule: str = struct.field(pytree_node=False)
+    adapter: Adapter | None = None
 
     @classmethod
     def create(
-        cls, params: Params, config: heads.HeadConfig, draft_tokens: int | None = None, greedy_rule: str = "sequential"
+        cls,
+        params: Params,
+        config: heads.HeadConfig,
+        draft_tokens: int | None = None,
+        greedy_rule: str = "sequential",
+        adapter: Adapter | None = None,
     ) -> "CircuitDrafter":
         """A drafter from a head's parameters. draft_tokens: None for window - 1. Raises InputError."""
         window = config.circuit.window
@@ -48,7 +57,7 @@ class CircuitDrafter(Drafter):
         if greedy_rule not in GREEDY_RULES:
             raise InputError(f"unknown greedy rule {greedy_rule!r}; known: {', '.join(GREEDY_RULES)}")
         places = window if greedy_rule == "joint" else tokens + 1
-        return cls(draft_head.draft_weights(params, config, places), config, tokens, greedy_rule)
+        return cls(draft_head.draft_weights(params, config, places), config, tokens, greedy_rule, adapter)
 
     @property
     def block_width(self) -> int:
@@ -57,11 +66,16 @@ class CircuitDrafter(Drafter):
     def check(self, target: Target) -> None:
         if self.config.width != target.width:
             raise InputError(f"the head takes features of width {self.config.width}, the target has {target.width}")
+        if self.adapter is not None and not (isinstance(target, Llama) and isinstance(target.params["layers"], tuple)):
+            raise InputError("a LoRA drafter needs a Llama whose layers are unrolled: load_target(..., unroll=True)")
         if self.config.vocab < target.vocab:
             raise InputError(f"the head knows {self.config.vocab} ids, fewer than the target's {target.vocab}")
 
+    def target_adapter(self) -> Adapter | None:
+        return self.adapter
+
     def init(self, target, prefilled, ids, lengths):
-        return prefilled.hidden[:, -1]
+        return self._features(prefilled)[:, -1]
 
     @property
     def drafts_first(self) -> bool:
@@ -86,6 +100,9 @@ class CircuitDrafter(Drafter):
             drafts = circuit.greedy(theta, first=root)
         return self._rootless(drafts, log_q) if first_is_draft else Draft(Block.chain(drafts), log_q)
 
+    def _features(self, extended: Extended) -> jax.Array:
+        return extended.hidden if self.adapter is None else extended.taps["draft"]
+
     def _first(self, theta: Theta, keys, warp) -> tuple[jax.Array, jax.Array | None]:
         """Byte 1 and, where it is sampled, its law. -> [B], [B, V] or None."""
         if warp.greedy:
@@ -104,5 +121,5 @@ class CircuitDrafter(Drafter):
 
     def observe(self, state, target, block, extended, path, accepted):
         row = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
-        newest = jnp.take_along_axis(extended.hidden, row[..., None], axis=1)[:, 0]
+        newest = jnp.take_along_axis(self._features(extended), row[..., None], axis=1)[:, 0]
         return jnp.where((accepted > 0)[:, None], newest, state)

@@ -120,11 +120,14 @@ class Target(struct.PyTreeNode, abc.ABC):
         """Largest number of positions, prompt and new bytes together."""
 
     @abc.abstractmethod
-    def init_cache(self, batch: int, capacity: int, block_width: int) -> Any:
-        """An empty cache for `capacity` committed positions per row and blocks of up to `block_width` rows."""
+    def init_cache(self, batch: int, capacity: int, block_width: int, adapter: Any = None) -> Any:
+        """An empty cache for `capacity` committed positions per row and blocks of up to `block_width` rows.
+
+        adapter: the one that every pass will be given, or None.
+        """
 
     @abc.abstractmethod
-    def prefill(self, ids: jax.Array, lengths: jax.Array, cache: Any) -> tuple[Extended, Any]:
+    def prefill(self, ids: jax.Array, lengths: jax.Array, cache: Any, adapter: Any = None) -> tuple[Extended, Any]:
         """Processes whole prompts. ids [B, T] int32, padded on the right; lengths [B] int32, each >= 1; cache empty.
 
         Returns the features of each row's last position (N = 1, nothing pending) and the cache with the prompt
@@ -133,7 +136,11 @@ class Target(struct.PyTreeNode, abc.ABC):
 
     @abc.abstractmethod
     def extend(self, block: Block, cache: Any, adapter: Any = None) -> Extended:
-        """One pass over a block. The cache, as a value, is unchanged: `commit` decides what stays."""
+        """One pass over a block. The cache, as a value, is unchanged: `commit` decides what stays.
+
+        adapter: what makes a second, *draft* stream of the target's last layers (see `models.lora`), with caches of its
+        own; its last states are the tap "draft", and the target's own stream is as without. None for no such stream.
+        """
 
     @abc.abstractmethod
     def commit(self, cache: Any, pending: Any, path: jax.Array, accepted: jax.Array) -> Any:
@@ -152,8 +159,11 @@ class Target(struct.PyTreeNode, abc.ABC):
         """Logits. hidden [..., D] -> [..., V] float32."""
 
     @abc.abstractmethod
-    def states(self, ids: jax.Array) -> jax.Array:
-        """Final hidden states of whole sequences, no cache, differentiable. ids [B, T] int32 -> [B, T, D]."""
+    def states(self, ids: jax.Array, adapter: Any = None) -> jax.Array:
+        """Final hidden states of whole sequences, of the draft stream with an adapter. ids [B, T] int32 -> [B, T, D].
+
+        No cache; differentiable.
+        """
 
     def layouts(self) -> dict[str, "Target"]:
         """The same model in the memory layouts worth timing one token at a time, by name; its own first."""

@@ -31,6 +31,15 @@ def dense(x: jax.Array, kernel: jax.Array, transposed: bool = False, dtype: Any 
     return jax.lax.dot_general(x, kernel, axes, preferred_element_type=dtype)
 
 
+def dense_with(x: jax.Array, kernel: jax.Array, adapter: dict | None, first: int = 0) -> jax.Array:
+    """`dense`, with the low-rank adapter {"a", "b"} added for the batch rows from `first` on. x [B, T, D]."""
+    y = dense(x, kernel)
+    if adapter is None:
+        return y
+    changed = y[first:] + (x[first:] @ adapter["a"]) @ adapter["b"]
+    return changed if first == 0 else jnp.concatenate([y[:first], changed])
+
+
 def in_panels(kernel: jax.Array, columns: int) -> jax.Array:
     """A kernel [D, F] as panels [F / columns, D, columns], each contiguous; unchanged where F is no multiple.
 
@@ -45,16 +54,17 @@ def without_panels(kernel: jax.Array) -> jax.Array:
     return kernel if kernel.ndim < 3 else jnp.asarray(kernel.swapaxes(0, 1).reshape(kernel.shape[1], -1))
 
 
-def swiglu(params: dict, x: jax.Array) -> jax.Array:
+def swiglu(params: dict, x: jax.Array, adapters: dict | None = None, first: int = 0) -> jax.Array:
     """Gated feed-forward layer without norm or residual, kernels `gate` and `up` apart or as `gate_up`.
 
-    x [..., D] -> [..., D].
+    adapters, first: see `dense_with`; only with `gate_up`. x [B, T, D] -> [B, T, D].
     """
+    of = lambda name: None if adapters is None else adapters[name]
     if "gate_up" in params:
-        gate, up = jnp.split(dense(x, params["gate_up"]), 2, axis=-1)
+        gate, up = jnp.split(dense_with(x, params["gate_up"], of("gate_up"), first), 2, axis=-1)
     else:
         gate, up = dense(x, params["gate"]), dense(x, params["up"])
-    return dense(jax.nn.silu(gate) * up, params["down"])
+    return dense_with(jax.nn.silu(gate) * up, params["down"], of("down"), first)
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

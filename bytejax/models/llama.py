@@ -85,11 +85,14 @@ class Cache(struct.PyTreeNode):
     k: [layers, (K*B,) H, S], v: [layers, (K*B,) S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
         axis where the target's layers are unrolled. Slots at and past `lengths` hold leftovers that no mask lets
         through.
+    draft_k, draft_v: tuples of the same arrays for the draft stream's own layers, empty without one.
     lengths: [B] int32.
     """
 
     k: Any
     v: Any
+    draft_k: Any
+    draft_v: Any
     lengths: jax.Array
 
 
@@ -102,6 +105,8 @@ class Pending(struct.PyTreeNode):
 
     k: Any
     v: Any
+    draft_k: Any
+    draft_v: Any
     chain: bool = struct.field(pytree_node=False)
 
 
@@ -166,59 +171,54 @@ class Llama(Target):
     def _with_layers(self, layers) -> "Llama":
         return self.replace(params=self.params | {"layers": layers})
 
-    def init_cache(self, batch: int, capacity: int, block_width: int) -> Cache:
+    def init_cache(self, batch: int, capacity: int, block_width: int, adapter=None) -> Cache:
         """Slots for `capacity` positions and one block past them."""
         c, dtype = self.config, self.params["embedding"].dtype
         slots = capacity + block_width
         front = L.kv_front(c.kv_heads, batch)
         k, v = (*front, c.head_dim, slots), (*front, slots, c.head_dim)
+        each = lambda shape, layers: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
         if isinstance(self.params["layers"], tuple):
-            make = lambda shape: tuple(jnp.zeros(shape, dtype) for _ in range(c.layers))
+            make = lambda shape: each(shape, c.layers)
         else:
             make = lambda shape: jnp.zeros((c.layers, *shape), dtype)
-        return Cache(k=make(k), v=make(v), lengths=jnp.zeros((batch,), jnp.int32))
+        drafting = 0 if adapter is None else len(adapter.layers)
+        lengths = jnp.zeros((batch,), jnp.int32)
+        return Cache(make(k), make(v), each(k, drafting), each(v, drafting), lengths)
 
-    def prefill(self, ids, lengths, cache):
+    def prefill(self, ids, lengths, cache, adapter=None):
         t = ids.shape[1]
         causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
 
-        def step(x, p, k_slots, v_slots):
-            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+        def attend(q, k, v, k_slots, v_slots):
             k, v = L.kv_layout(k, v)
-            x = self._after_attention(p, x, L.attend_in_chunks(q, k, v, causal))
             put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0,) * slots.ndim)
-            return x, (put(k_slots, k), put(v_slots, v))
+            return L.attend_in_chunks(q, k, v, causal), (put(k_slots, k), put(v_slots, v))
 
-        x, slots = L.run_layers(self.params["layers"], step, self.embed(ids), cache.k, cache.v)
-        k, v = self._split(slots)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return Extended(self._final_norm(last), {}, None), Cache(k, v, lengths.astype(jnp.int32))
+        streams, slots = self._run(self.embed(ids), jnp.arange(t)[None], attend, cache, adapter)
+        last = [jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1) for x in streams]
+        return self._extended(last, None), Cache(*slots, lengths.astype(jnp.int32))
 
     def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
-        if adapter is not None:
-            raise InputError("this target takes no adapter")
         x = self.embed(block.ids)
         if block.embeds is not None:
             x = jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
-        positions = cache.lengths[:, None] + block.depths()
         slots = jax.tree.leaves(cache.v)[0].shape[-2]
         mask = L.block_mask(slots, cache.lengths, block)
 
-        def step(x, p, k_slots, v_slots):
-            q, k, v = self._qkv(p, x, positions)
+        def attend(q, k, v, k_slots, v_slots):
             k, v = L.kv_layout(k, v)
             k_slots = L.write_rows(k_slots, k, cache.lengths, axis=-1)
             v_slots = L.write_rows(v_slots, v, cache.lengths, axis=-2)
-            return self._after_attention(p, x, L.attend(q, k_slots, v_slots, mask)), (k_slots, v_slots)
+            return L.attend(q, k_slots, v_slots, mask), (k_slots, v_slots)
 
-        x, slots = L.run_layers(self.params["layers"], step, x, cache.k, cache.v)
-        k, v = self._split(slots)
-        return Extended(self._final_norm(x), {}, Pending(k, v, chain=block.is_chain))
+        streams, slots = self._run(x, cache.lengths[:, None] + block.depths(), attend, cache, adapter)
+        return self._extended(streams, Pending(*slots, chain=block.is_chain))
 
     def commit(self, cache: Cache, pending: Pending, path, accepted) -> Cache:
         lengths = cache.lengths + accepted.astype(jnp.int32)
         if pending.chain:
-            return Cache(pending.k, pending.v, lengths)
+            return Cache(pending.k, pending.v, pending.draft_k, pending.draft_v, lengths)
 
         def compact(slots, axis):
             """Moves the rows of the path to the front of the block; S on `axis` of slots."""
@@ -232,7 +232,11 @@ class Llama(Target):
                 return tuple(compact(x, axis) for x in slots)
             return jax.vmap(lambda x: compact(x, axis))(slots)
 
-        return Cache(compact_layers(pending.k, -1), compact_layers(pending.v, -2), lengths)
+        keys, values = ((pending.k, pending.draft_k), (pending.v, pending.draft_v))
+        (k, draft_k), (v, draft_v) = (
+            [compact_layers(x, axis) for x in slots] for slots, axis in ((keys, -1), (values, -2))
+        )
+        return Cache(k, v, draft_k, draft_v, lengths)
 
     def embed(self, ids):
         return jnp.take(self.params["embedding"], ids, axis=0)
@@ -242,21 +246,74 @@ class Llama(Target):
             return L.dense(hidden, self.params["embedding"], transposed=True, dtype=jnp.float32)
         return L.dense(hidden, self.params["head"], dtype=jnp.float32)
 
-    def states(self, ids):
+    def states(self, ids, adapter=None):
         positions = jnp.arange(ids.shape[1])[None]
 
-        def step(x, p):
-            return self._after_attention(p, x, causal_attention(*self._qkv(p, x, positions), ATTENTION_BLOCK)), None
+        def step(x, p, adapters=None):
+            mixed = causal_attention(*self._qkv(p, x, positions, adapters), ATTENTION_BLOCK)
+            return self._after_attention(p, x, mixed, adapters), None
 
-        x, _ = L.run_layers(self.params["layers"], step, self.embed(ids))
+        shared, own = self._layers(adapter)
+        x, _ = L.run_layers(shared, step, self.embed(ids))
+        for p, adapters in own:
+            x, _ = step(x, adapters, None) if adapter.merged else step(x, p, adapters)
         return self._final_norm(x)
 
-    def _qkv(self, p, x, positions):
-        """q [B, T, K*G, H]; k, v [B, T, K, H]."""
+    def _layers(self, adapter):
+        """The layers that both streams pass, and those that each passes in its own way, with the adapter's."""
+        layers = self.params["layers"]
+        if adapter is None:
+            return layers, ()
+        if not isinstance(layers, tuple):
+            raise InputError("an adapter needs the target's layers unrolled: load_target(..., unroll=True)")
+        shared = len(layers) - len(adapter.layers)
+        return layers[:shared], tuple(zip(layers[shared:], adapter.layers, strict=True))
+
+    def _run(self, x, positions, attend, cache, adapter):
+        """All layers. attend: (q, k, v, k slots, v slots) -> (mixed, (k slots, v slots)), for one stream.
+
+        -> the streams' last states, the target's and, with an adapter, the draft's; the four fields of slots.
+        """
+        b = x.shape[0]
+        shared, own = self._layers(adapter)
+
+        def step(x, p, *slots, adapters=None):
+            """One layer; x holds one stream or, on the batch axis, two, each with its own two slots."""
+            streams = len(slots) // 2
+            places = positions if len(positions) == 1 else jnp.tile(positions, (streams, 1))
+            parts = zip(*(jnp.split(rows, streams) for rows in self._qkv(p, x, places, adapters, b)), strict=True)
+            done = [attend(*part, *slots[2 * i : 2 * i + 2]) for i, part in enumerate(parts)]
+            mixed = jnp.concatenate([m for m, _ in done]) if streams > 1 else done[0][0]
+            return self._after_attention(p, x, mixed, adapters, b), sum((s for _, s in done), ())
+
+        if not own:
+            x, slots = L.run_layers(shared, step, x, cache.k, cache.v)
+            return [x], (*(zip(*slots, strict=True) if isinstance(shared, tuple) else slots), (), ())
+        n = len(shared)
+        x, below = L.run_layers(shared, step, x, cache.k[:n], cache.v[:n])
+        draft, upper = x, []
+        for (p, a), *slots in zip(own, cache.k[n:], cache.v[n:], cache.draft_k, cache.draft_v, strict=True):
+            if adapter.merged:
+                x, mine = step(x, p, *slots[:2])
+                draft, its = step(draft, a, *slots[2:])
+                upper.append(mine + its)
+            else:
+                both, new = step(jnp.concatenate([x, draft]), p, *slots, adapters=a)
+                x, draft = jnp.split(both, 2)
+                upper.append(new)
+        k, v, draft_k, draft_v = zip(*upper, strict=True)
+        return [x, draft], (tuple(s[0] for s in below) + k, tuple(s[1] for s in below) + v, draft_k, draft_v)
+
+    def _extended(self, streams, pending) -> Extended:
+        hidden, *draft = map(self._final_norm, streams)
+        return Extended(hidden, {"draft": draft[0]} if draft else {}, pending)
+
+    def _qkv(self, p, x, positions, adapters=None, first=0):
+        """q [B, T, K*G, H]; k, v [B, T, K, H]. adapters, first: see `layers.dense_with`."""
         c, (b, t, _) = self.config, x.shape
         h = L.rms_norm(x, p["attention_norm"], c.norm_eps)
         if "qkv" in p:
-            rows = L.dense(h, p["qkv"]).reshape(b, t, -1, c.head_dim)
+            rows = L.dense_with(h, p["qkv"], adapters and adapters["qkv"], first).reshape(b, t, -1, c.head_dim)
             q, k, v = jnp.split(rows, [c.heads, c.heads + c.kv_heads], axis=2)
         else:
             heads = lambda name: L.dense(h, p[name]).reshape(b, t, -1, c.head_dim)
@@ -264,19 +321,12 @@ class Llama(Target):
         q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
         return q, k, v
 
-    def _after_attention(self, p, x, mixed):
-        x = x + L.dense(mixed, p["o"])
-        return x + L.swiglu(p, L.rms_norm(x, p["mlp_norm"], self.config.norm_eps))
+    def _after_attention(self, p, x, mixed, adapters=None, first=0):
+        x = x + L.dense_with(mixed, p["o"], adapters and adapters["o"], first)
+        return x + L.swiglu(p, L.rms_norm(x, p["mlp_norm"], self.config.norm_eps), adapters, first)
 
     def _final_norm(self, x):
         return L.rms_norm(x, self.params["final_norm"], self.config.norm_eps)
-
-    @staticmethod
-    def _split(slots):
-        """Per-layer (k, v) pairs as one k and one v, in the form the layers have."""
-        if isinstance(slots, tuple) and slots and isinstance(slots[0], tuple):
-            return tuple(k for k, _ in slots), tuple(v for _, v in slots)
-        return slots
 
 
 def _joined(layer: dict) -> dict:

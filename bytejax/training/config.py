@@ -74,6 +74,8 @@ class Head:
     feed_width: see `circuits.head.HeadConfig`.
     start: a head (a directory, or one that ships with the package) of the same kind and at most the same window, from
     which this one begins; null for the target's own unembeddings.
+    lora_layers, lora_rank: adapters on so many of the target's last layers, which give the head states of its own.
+    freeze_head: train the adapters only; the head stays that of `start`, which the drafter then refers to.
     """
 
     circuit: str = MISSING
@@ -82,6 +84,9 @@ class Head:
     adapter_rank: int | None = MISSING
     feed_width: int | None = None
     start: str | None = None
+    lora_layers: int = 0
+    lora_rank: int = 16
+    freeze_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +244,7 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         positive |= {f"heads.{name}.window": h.window, f"heads.{name}.rank": h.rank}
         if h.adapter_rank is not None:
             positive[f"heads.{name}.adapter_rank"] = h.adapter_rank
+        positive[f"heads.{name}.lora_rank"] = h.lora_rank
         if h.feed_width is not None:
             positive[f"heads.{name}.feed_width"] = h.feed_width
     fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
@@ -248,6 +254,8 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
     checks += [(not 0 < x <= 1, f"{key}={x} must be above 0 and at most 1") for key, x in fractions.items()]
     checks += [(not 0 <= x <= 1, f"{key}={x} must be between 0 and 1") for key, x in from_zero.items()]
     checks += [(not 0 <= x < 1, f"{key}={x} must be at least 0 and below 1") for key, x in below_one.items()]
+    negative = [name for name, h in c.heads.items() if h.lora_layers < 0]
+    checks += [(bool(negative), f"heads: lora_layers of {', '.join(negative)} must not be negative")]
     checks += [(o.weight_decay < 0, f"optimizer.weight_decay={o.weight_decay} must not be negative")]
     checks += [(o.warmup_steps < 0, f"optimizer.warmup_steps={o.warmup_steps} must not be negative")]
     checks += [(not 0 <= c.seed < 2**32, f"seed={c.seed} must be between 0 and 2**32 - 1")]
@@ -273,6 +281,8 @@ def _task(c: Config) -> list[tuple[bool, str]]:
         ]
     unsafe = [name for name in c.heads if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]
     ff = [n for n, h in c.heads.items() if h.circuit == "ff" and h.rank != 1]
+    idle = [n for n, h in c.heads.items() if h.freeze_head and (h.start is None or not h.lora_layers)]
+    checks += [(bool(idle), f"heads: freeze_head of {', '.join(idle)} needs start and lora_layers")]
     ones = [n for n, h in c.heads.items() if h.window == 1 and c.first_weight == 0]
     checks += [(bool(ones), f"first_weight=0 leaves nothing to learn for heads of window 1: {', '.join(ones)}")]
     checks += [(bool(unsafe), f"heads: {unsafe} cannot name a directory; use letters, digits, '.', '-' and '_'")]

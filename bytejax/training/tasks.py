@@ -18,7 +18,7 @@ from bytejax.circuits import head as heads
 from bytejax.circuits.grow import from_shorter
 from bytejax.circuits.head import HeadConfig
 from bytejax.errors import InputError
-from bytejax.models import llama
+from bytejax.models import llama, lora
 from bytejax.parameters import Params
 from bytejax.training import losses
 from bytejax.training.config import Config
@@ -26,6 +26,7 @@ from bytejax.training.data import Batch
 from bytejax.training.step import Members
 
 NATS_PER_BIT = float(np.log(2.0))
+LORA = "lora"  # where a member keeps its adapters, beside the head's parameters
 OWN_HEADS = "mtp"  # directory beside a target's weights with the multi-byte heads it was trained with
 
 
@@ -89,45 +90,50 @@ def _target_task(config: Config) -> Task:
 
 def _head_task(config: Config) -> Task:
     target, dtype = loading.load_target(config.target), jnp.dtype(config.compute_dtype)
-    configs = {
-        name: HeadConfig(
-            circuits.make(h.circuit, h.window, h.rank), target.width, target.vocab, h.adapter_rank, h.feed_width
-        )
-        for name, h in config.heads.items()
-    }
-    tables = {name: heads.table(h) for name, h in configs.items()}
     directory = loading.target_directory(config.target)
     if config.data.sequence_length > target.context:
         raise InputError(
             f"data.sequence_length={config.data.sequence_length} is more than the target's context of {target.context}"
         )
-    matrices = own_heads(directory, target)
-    key = jax.random.key(config.seed)
-    init = {
-        name: heads.from_unembeddings(parameters.init(tables[name], key), h, matrices) for name, h in configs.items()
-    }
-    for name, h in configs.items():
-        if (start := config.heads[name].start) is not None:
-            init[name] = from_shorter(init[name], h, *_started(f"heads.{name}.start", start))
+    matrices, key = own_heads(directory, target), jax.random.key(config.seed)
+    configs, init, masks, kept = {}, {}, {}, {}  # kept: heads that do not change, under the adapters that do
+    for name, h in config.heads.items():
+        circuit = circuits.make(h.circuit, h.window, h.rank)
+        configs[name] = c = HeadConfig(circuit, target.width, target.vocab, h.adapter_rank, h.feed_width)
+        table = heads.table(c)
+        head = heads.from_unembeddings(parameters.init(table, key), c, matrices)
+        if h.start is not None:
+            head = from_shorter(head, c, *_started(f"heads.{name}.start", h.start))
+        (kept if h.freeze_head else init)[name] = head
+        masks[name] = {} if h.freeze_head else decayed(table)
+        if h.lora_layers:
+            adapters = {LORA: lora.table(lora.LoraConfig(h.lora_layers, h.lora_rank), target.config)}
+            init[name] = init.get(name, {}) | parameters.init(adapters, key)
+            masks[name] |= decayed(adapters)
 
     def loss(params, frozen, batch):
-        hidden = cast(frozen, dtype).states(batch["ids"])  # once for all heads
-        nats = {
-            name: window_nats(
-                cast(params[name], dtype), h, hidden, batch["labels"], config.gamma, config.chunk, config.first_weight
-            )
-            for name, h in configs.items()
-        }
+        model, nats = cast(frozen["target"], dtype), {}
+        for name, h in configs.items():
+            p = cast(params[name] | frozen["heads"].get(name, {}), dtype)
+            adapter = lora.create(p.pop(LORA), model) if LORA in p else None
+            hidden = model.states(batch["ids"], adapter)  # what heads have in common is computed once
+            arguments = (hidden, batch["labels"], config.gamma, config.chunk, config.first_weight)
+            nats[name] = window_nats(p, h, *arguments)
         return nats, {f"{name}/bits_per_byte": x / NATS_PER_BIT for name, x in nats.items()}
 
     def export(directory: Path, members: Members) -> None:
         for name, h in configs.items():
-            loading.save_head(directory / name, h, members[name])
+            p = dict(members[name])
+            if (adapters := p.pop(LORA, None)) is None:
+                loading.save_head(directory / name, h, p)
+            else:
+                head = config.heads[name].start if name in kept else (h, p)
+                loading.save_lora(directory / name, target, adapters, head)
 
-    masks = {name: decayed(t) for name, t in tables.items()}
     headline = f"{next(iter(configs))}/bits_per_byte"
     digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
-    return Task(init, masks, target.unrolled(), loss, export, headline, {"target_sha256": digest})
+    frozen = {"target": target.unrolled(), "heads": kept}
+    return Task(init, masks, frozen, loss, export, headline, {"target_sha256": digest})
 
 
 def window_nats(

@@ -69,7 +69,7 @@ def test_distinct_ngrams_tell_a_loop():
 
 def test_a_difference_is_told_with_its_gap_and_the_width_that_settles_it():
     stats = Stats(9, 1, 4, 2.0, [0, 4], 12, 4, 0.3, 0.1, 0.1, 0.0, 90.0)
-    result = Result([[1]], [""], ["length"], [[False]], stats)
+    result = Result([[1]], [""], ["length"], [[False]], [4], stats)
     found = [{"prompt": 0, "position": 7, "gap": 1e-5}]
     comparison = measure.Comparison(result, result, "[in, out]", {"[in, out]": 90.0}, 0.0, 0.0, False, found, True)
     settings = {"verify": "on", "bonus": "condition", "repeats": 1, "drafter": "d", "draft_tokens": 4}

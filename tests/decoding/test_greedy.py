@@ -129,6 +129,28 @@ def test_fewer_drafts_than_the_window_holds(name, rule):
     assert len(drafted.stats.accept_histogram) == 4 and drafted.stats.drafted == 2 * drafted.stats.target_forwards
 
 
+@pytest.mark.parametrize("bonus", ["condition", "carry", "standard"])
+@pytest.mark.parametrize(("layers", "merged"), [(1, False), (2, True)])
+def test_a_draft_stream_of_its_own_is_lossless(layers, merged, bonus):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=50)
+    drafter = make_drafter(target, "btree", lora_layers=layers, merged=merged)
+    drafted = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter, bonus=bonus)
+    for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
+        assert a == b or near_tie(target, prompt, a, b)
+
+
+def test_merged_adapters_draft_the_same_bytes():
+    target = make_target()
+    runs = [
+        bytejax.generate(
+            target, PROMPTS, max_new_tokens=50, drafter=make_drafter(target, "hmm", lora_layers=1, merged=m)
+        )
+        for m in (False, True)
+    ]
+    assert runs[0].ids == runs[1].ids and runs[0].stats.accept_histogram == runs[1].stats.accept_histogram
+
+
 @pytest.mark.parametrize("bonus", ["carry", "standard", "paper"])
 @pytest.mark.parametrize(("name", "rule"), [("ff", "sequential"), ("hmm", "sequential"), ("cp", "joint")])
 def test_every_policy_for_the_extra_byte_is_lossless(name, rule, bonus):

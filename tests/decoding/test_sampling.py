@@ -19,13 +19,14 @@ from tests.decoding.tiny import Oracle, make_drafter, make_target
 PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 120_000, 30_000
 NAMES = ("ff", "cp", "hmm", "btree")
 FED = ("btree fed", "hmm fed 2")  # heads that see the root byte, the second drafting fewer bytes than its window
+LORA = ("cp lora", "btree lora")  # heads on a draft stream of their own
 CERTAIN = "certain"  # a drafter that does not sample
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
-KINDS = (*NAMES, *FED)
+KINDS = (*NAMES, *FED, *LORA)
 ALL = [(name, rule, bonus) for name in KINDS for rule in accept.RULES for bonus in ("condition", "carry", "standard")]
-SHORT = [(name, "block", "condition") for name in (*KINDS, CERTAIN)]
+SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", CERTAIN)]
 SHORT += [("cp", "token", "condition"), ("btree fed", "token", "carry"), ("btree", "block", "standard")]
-SHORT += [("hmm fed 2", "block", "carry")]
+SHORT += [("hmm fed 2", "block", "carry"), ("cp lora", "block", "carry")]
 LEVEL = 0.001 / (len({*ALL, *SHORT}) + 1) / len(SETTINGS)
 
 
@@ -35,6 +36,8 @@ def make_pair(name):
     if name == CERTAIN:
         return target, Oracle(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=3)
     circuit, *rest = name.split()
+    if rest == ["lora"]:
+        return target, make_drafter(target, circuit, window=4, rank=2, scale=40.0, lora_layers=1)
     feed, tokens = (5 if rest else None), (int(rest[1]) if rest[1:] else None)
     numbers = dict(window=4, rank=2, extra_ids=1, scale=40.0, feed_width=feed)
     return target, make_drafter(target, circuit, draft_tokens=tokens, **numbers)

@@ -8,7 +8,7 @@ from bytejax import circuits, parameters
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
-from bytejax.models import llama
+from bytejax.models import llama, lora
 from bytejax.models.base import Block
 from bytejax.tokenizers import ByteTokenizer
 
@@ -39,9 +39,17 @@ def make_head(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, f
     return jax.tree.map(lambda x: x.astype(dtype), params), config
 
 
-def make_drafter(target, name, draft_tokens=None, greedy_rule="sequential", **numbers):
-    """A circuit drafter with such a head."""
-    return CircuitDrafter.create(*make_head(target, name, **numbers), draft_tokens, greedy_rule)
+def make_adapters(target, layers, rank=3, scale=0.2):
+    """Random LoRA parameters for the last layers."""
+    params = parameters.init(lora.table(lora.LoraConfig(layers, rank), target.config), jax.random.key(7))
+    draw = lambda x: scale * jax.random.normal(jax.random.key(x.size), x.shape)
+    return jax.tree.map(lambda x: draw(x).astype(target.params["embedding"].dtype), params)
+
+
+def make_drafter(target, name, draft_tokens=None, greedy_rule="sequential", lora_layers=0, merged=False, **numbers):
+    """A circuit drafter with such a head, perhaps on a draft stream of its own."""
+    adapter = lora.create(make_adapters(target, lora_layers), target, merged) if lora_layers else None
+    return CircuitDrafter.create(*make_head(target, name, **numbers), draft_tokens, greedy_rule, adapter)
 
 
 class Oracle(Drafter):

@@ -109,6 +109,40 @@ def test_heads_learn_on_the_frozen_target_and_start_from_its_own(trained, tmp_pa
     assert (head.circuit.window, head.circuit.rank, head.adapter_rank) == (3, 2, 2)
 
 
+def test_adapters_learn_under_a_head_that_stays(trained, tmp_path):
+    target = Path(trained[0].workdir) / "export"
+    first = head_config(tmp_path / "first", target, steps=10, optimizer__learning_rate=2e-2)
+    train.run(first)
+    start = str(Path(first.workdir) / "export" / "hmm-3")
+    base = {
+        "circuit": "hmm",
+        "window": 3,
+        "rank": 2,
+        "adapter_rank": 2,
+        "start": start,
+        "lora_layers": 1,
+        "lora_rank": 2,
+    }
+    second = head_config(
+        tmp_path / "second",
+        target,
+        steps=25,
+        optimizer__learning_rate=2e-2,
+        heads={"light": base | {"freeze_head": True}, "whole": base},
+    )
+    before = records_of(second)
+    assert before["light/bits_per_byte"] == before["whole/bits_per_byte"]
+    train.run(second)
+    early, *_, last = records(second.workdir, "validation")
+    assert all(last[f"{name}/bits_per_byte"] < early[f"{name}/bits_per_byte"] - 0.05 for name in second.heads)
+    export = Path(second.workdir) / "export"
+    for name, files in {"light": 2, "whole": 3}.items():
+        assert len(list((export / name).iterdir())) == files
+        loaded = loading.load_target(target)
+        drafter = loading.load_drafter(export / name, loaded)
+        assert len(drafter.adapter.layers) == 1
+
+
 def records_of(c):
     """Metrics of the first batch before any update."""
     task, batches = tasks.make(c), train.first_batches(c)
