@@ -1,30 +1,94 @@
 """Measures the shipped demo on held-out modules of the standard library: `python -m bytejax.benchmark.demo KIND`.
 
-identity: greedy ids of every drafter against autoregression of the same block width, and of width 1.
-acceptance: accept length of every drafter, in greedy decoding and in sampling, and a1 (see `first_acceptance`).
-speed: bytes per second of one drafter against autoregression in the same run.
+identity: greedy ids of every variant against autoregression of the same block width, and of width 1.
+acceptance: accept length, with a paired 95% interval of its distance from the first variant's; a1 of each head.
+speed: bytes per second of each variant against autoregression in the same run, both alone.
+cycles: time of a cycle beside the same cycle with constant drafts, all variants in turns.
+table: latency, accept length and speed of all variants and of autoregression in turns, as Markdown.
 
-Prints one JSON object per line.
+A variant is a drafter's name, perhaps with settings: hmm-16, btree-8:bonus=carry,accept=token, cp-8:draft_tokens=3.
+Everything but the table is one JSON object per line.
 """
 
+import argparse
+import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from bytejax import loading
 from bytejax.circuits import head as heads
 from bytejax.cli import common, measure
-from bytejax.decoding.generate import generate
-from bytejax.drafters.base import Autoregressive
-from bytejax.drafters.circuit import GREEDY_RULES
-from bytejax.models.base import Target
+from bytejax.decoding.generate import Generation, Result, generate
+from bytejax.drafters.base import Autoregressive, Draft, Drafter
+from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.errors import InputError
+from bytejax.models import lora
+from bytejax.models.base import Block, Target
 from bytejax.training import corpus
 
 PROMPT_BYTES = 128
+RESAMPLES = 10_000
+WARM, TIMED = 4, 32  # cycles
+OF_RUN = ("accept", "bonus")  # settings of a run; the others are the drafter's
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A drafter with its settings, and those of the run. spec: how it was asked for."""
+
+    spec: str
+    name: str
+    drafter: dict[str, Any]
+    run: dict[str, str]
+
+    @classmethod
+    def parse(cls, spec: str) -> "Variant":
+        """From NAME or NAME:key=value,... Raises InputError."""
+        name, _, rest = spec.partition(":")
+        settings = {}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = item.partition("=")
+            if not equals:
+                raise InputError(f"variant {spec!r}: {item!r} is not of the form key=value")
+            settings[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+        run = {k: v for k, v in settings.items() if k in OF_RUN}
+        return cls(spec, name, {k: v for k, v in settings.items() if k not in OF_RUN}, run)
+
+    def load(self, target: Target) -> Drafter:
+        return loading.load_drafter(self.name, target, **self.drafter)
+
+
+class Constant(Drafter):
+    """Drafts the same bytes always, as if drawn from a uniform law: a cycle's cost without that of drafting."""
+
+    width: int = struct.field(pytree_node=False)
+    vocab: int = struct.field(pytree_node=False)
+    adapter: lora.Adapter | None = None
+
+    @property
+    def block_width(self):
+        return self.width
+
+    def target_adapter(self):
+        return self.adapter
+
+    def init(self, target, prefilled, ids, lengths):
+        return ()
+
+    def propose(self, state, root, keys, warp):
+        block = Block.chain(jnp.zeros((len(root), self.width), jnp.int32).at[:, 0].set(root))
+        law = jnp.full((len(root), self.width - 1, self.vocab), -jnp.log(self.vocab), jnp.float32)
+        return Draft(block, None if warp.greedy else law)
+
+    def observe(self, state, target, block, extended, path, accepted):
+        return state
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -35,19 +99,19 @@ def held_out_prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[corpus.BOS, *text[s : s + PROMPT_BYTES].tolist()] for s in starts]
 
 
-def identity(target: Target, names: list[str], options: dict[str, Any], batch: int) -> Iterator[dict[str, Any]]:
-    """Per drafter: how many rows differ from each kind of autoregression, and the top-2 gap of the second kind's."""
-    prompts, chosen = held_out_prompts(options.pop("count")), options.pop("chosen")
-    batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    run = lambda drafter: measure.Job(target, drafter, batches, options | {"temperature": 0.0, "ignore_stop": True})
-    plain = run(Autoregressive()).run().ids
-    for name in names:
-        drafter = loading.load_drafter(name, target, **chosen)
-        job = run(drafter)
-        drafted, padded = job.run(), run(Autoregressive(width=drafter.block_width)).run().ids
+def identity(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Per variant: how many rows differ from each kind of autoregression, and the top-2 gap of the second kind's."""
+    prompts = held_out_prompts(args.prompts)
+    batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
+    options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.0, "ignore_stop": True}
+    alone = measure.Job(target, Autoregressive(), batches, options)
+    plain = alone.run().ids
+    for v in variants:
+        job = measure.Job(target, v.load(target), batches, options | v.run)
+        drafted, padded = job.run(), job.autoregressive(job.drafter.block_width).run().ids
         ties = measure.first_differences(job, drafted.ids, plain)
         yield {
-            "drafter": name,
+            "variant": v.spec,
             "rows": len(prompts),
             "differ_at_same_width": sum(a != b for a, b in zip(drafted.ids, padded, strict=True)),
             "differ_from_width_1": len(ties),
@@ -56,20 +120,31 @@ def identity(target: Target, names: list[str], options: dict[str, Any], batch: i
         }
 
 
-def acceptance(target: Target, names: list[str], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Per drafter: accept length in greedy decoding, by rule, and in sampling."""
-    prompts = held_out_prompts(options.pop("count"))
-    options |= {"ignore_stop": True}
-    temperature, chosen = options.pop("temperature") or 1.0, options.pop("chosen")
-    for name in names:
-        drafter = loading.load_drafter(name, target, **chosen)
-        sampled = generate(target, prompts, drafter=drafter, temperature=temperature, **options)
-        row = {"drafter": name, "temperature": temperature, "sampling": sampled.stats.accept_length}
-        row |= {"histogram": sampled.stats.accept_histogram, "distinct_8grams": measure.distinct(sampled.ids, 8)}
-        for rule in GREEDY_RULES:
-            drafter = loading.load_drafter(name, target, greedy_rule=rule, **chosen)
-            row[f"greedy_{rule}"] = generate(target, prompts, drafter=drafter, **options).stats.accept_length
-        yield row | {"a1": first_acceptance(target, name, prompts)}
+def acceptance(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Per variant: accept length; how far each prompt's lies from the first variant's on the same prompt."""
+    prompts = held_out_prompts(args.prompts)
+    options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_stop": True}
+    first = None
+    for v in variants:
+        result = generate(target, prompts, drafter=v.load(target), **options, **v.run)
+        lengths = np.array([len(row) for row in result.ids]) / np.maximum(result.forwards, 1)
+        first = lengths if first is None else first
+        yield {
+            "variant": v.spec,
+            "temperature": args.temperature,
+            "accept_length": result.stats.accept_length,
+            "beyond_first": interval(lengths - first),
+            "histogram": result.stats.accept_histogram,
+            "distinct_8grams": measure.distinct(result.ids, 8),
+            "a1": first_acceptance(target, v.name, prompts),
+        }
+
+
+def interval(differences: np.ndarray) -> list[float]:
+    """Mean of paired differences and its 95% bootstrap interval over the pairs: [mean, low, high]."""
+    picks = np.random.default_rng(0).integers(0, len(differences), (RESAMPLES, len(differences)))
+    low, high = np.quantile(differences[picks].mean(1), [0.025, 0.975])
+    return [float(differences.mean()), float(low), float(high)]
 
 
 def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> float:
@@ -77,25 +152,25 @@ def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> flo
 
     The mean of sum_x min(p(x), q_1(x)) over the positions of the prompts (Leviathan et al. 2023, Eq. 3).
     """
-    hidden = target.states(jnp.asarray(prompts))
-    p = jax.nn.softmax(target.unembed(hidden))
-    config, params = loading.load_head(loading.drafter_directory(name))
+    directory, ids = loading.drafter_directory(name), jnp.asarray(prompts)
+    p = jax.nn.softmax(target.unembed(target.states(ids)))
+    config, params = loading.load_head(directory)
+    adapters = loading.load_adapters(directory, target)
+    hidden = target.states(ids, None if adapters is None else lora.create(adapters, target))
     theta = heads.theta(params, config, hidden)
     q = jnp.exp(config.circuit.conditional(theta, jnp.zeros((*hidden.shape[:2], 0), jnp.int32)))
     return float(jnp.minimum(p, q[..., : p.shape[-1]]).sum(-1).mean())
 
 
-def speed(target: Target, names: list[str], options: dict[str, Any], repeats: int) -> Iterator[dict[str, Any]]:
-    """Per drafter: medians of `repeats` runs in turns with both layouts of the single-token baseline, batch 1."""
-    prompts, chosen = held_out_prompts(options.pop("count")), options.pop("chosen")
-    for name in names:
-        drafter = loading.load_drafter(name, target, **chosen)
-        job = measure.Job(target, drafter, [[p] for p in prompts], options | {"ignore_stop": True})
-        result = measure.compare(job, repeats)
+def speed(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Per variant: medians of runs in turns with every layout of the single-token baseline, batch 1."""
+    for v in variants:
+        job = _job(target, v, args)
+        result = measure.compare(job, args.repeats)
         yield {
-            "drafter": name,
-            "draft_tokens": drafter.block_width - 1,
-            "temperature": options["temperature"],
+            "variant": v.spec,
+            "draft_tokens": job.drafter.block_width - 1,
+            "temperature": args.temperature,
             "ratio": result.drafted.stats.tokens_per_second / result.baseline.stats.tokens_per_second,
             "bytes_per_second": result.drafted.stats.tokens_per_second,
             "baseline_bytes_per_second": result.baseline.stats.tokens_per_second,
@@ -107,30 +182,98 @@ def speed(target: Target, names: list[str], options: dict[str, Any], repeats: in
         }
 
 
+def cycles(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Per variant: milliseconds of a cycle, and of the same cycle with constant drafts; medians of pairs in turns."""
+    prompts = held_out_prompts(args.prompts)
+    options = {"max_new_tokens": 10_000, "temperature": args.temperature, "ignore_stop": True}
+    sides = []
+    for v in variants:
+        drafter = v.load(target)
+        sides.append((drafter, v.run))
+        sides.append((Constant(drafter.block_width, target.vocab, drafter.target_adapter()), {}))
+
+    def timed(prompt, drafter, run):
+        generation = Generation(target, [prompt], drafter=drafter, **options, **run)
+        generation.advance(WARM)
+        before = time.perf_counter()
+        generation.advance(TIMED)
+        return 1e3 * (time.perf_counter() - before) / TIMED
+
+    times: list[list[float]] = [[] for _ in sides]
+    for repeat in range(-1, args.repeats):
+        for prompt in prompts:
+            for record, side in zip(times, sides, strict=True):
+                ms = timed(prompt, *side)
+                if repeat >= 0:  # the first round compiles
+                    record.append(ms)
+    for i, v in enumerate(variants):
+        own, constant, first = (np.array(times[k]) for k in (2 * i, 2 * i + 1, 0))
+        yield {
+            "variant": v.spec,
+            "temperature": args.temperature,
+            "ms": float(np.median(own)),
+            "constant_ms": float(np.median(constant)),
+            "over_constant": float(np.median(own / constant)),
+            "over_first": float(np.median(own / first)),
+        }
+
+
+def table(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[str]:
+    """The layout of MtPC's Tables 8, 9 and 11: one row per variant, the baseline first."""
+    jobs = [_job(target, v, args) for v in variants]
+    jobs.insert(0, jobs[0].autoregressive())
+    for job in jobs:
+        job.warm_up()
+    runs: list[list[Result]] = [[] for _ in jobs]
+    for _ in range(args.repeats):
+        for job, results in zip(jobs, runs, strict=True):
+            results.append(job.run())
+    medians = [sorted(r, key=lambda x: x.stats.tokens_per_second)[len(r) // 2].stats for r in runs]
+    yield "| circuit | n | r | LoRA layers | bonus | ms per pass | bytes per pass | bytes/s | speed-up |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for job, s in zip(jobs, medians, strict=True):
+        ms = 1e3 * s.decode_seconds / s.target_forwards
+        figures = f"{ms:.2f} | {s.accept_length:.2f} | {s.tokens_per_second:.0f}"
+        ratio = s.tokens_per_second / medians[0].tokens_per_second
+        yield f"| {_described(job)} | {figures} | {ratio:.2f} |"
+
+
+def _described(job: measure.Job) -> str:
+    if not isinstance(job.drafter, CircuitDrafter):
+        return "none | 1 | | |"
+    circuit, adapter = job.drafter.config.circuit, job.drafter.adapter
+    layers = 0 if adapter is None else len(adapter.layers)
+    return f"{circuit.name} | {circuit.window} | {circuit.rank} | {layers} | {job.options.get('bonus', 'condition')}"
+
+
+def _job(target: Target, variant: Variant, args: argparse.Namespace) -> measure.Job:
+    options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_stop": True}
+    batches = [[p] for p in held_out_prompts(args.prompts)]
+    return measure.Job(target, variant.load(target), batches, options | variant.run)
+
+
+KINDS = {"identity": identity, "acceptance": acceptance, "speed": speed, "cycles": cycles, "table": table}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `python -m bytejax.benchmark.demo`."""
-    parser = common.Parser(prog="python -m bytejax.benchmark.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("kind", choices=("identity", "acceptance", "speed"))
-    parser.add_argument("--drafters", nargs="+", default=loading.demo_drafters(), help="default: all of the demo's")
+    parser = common.Parser(
+        prog="python -m bytejax.benchmark.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--drafters", nargs="+", default=loading.demo_drafters(), help="variants; default: the demo's")
     parser.add_argument("--prompts", type=common.number(int, 1), default=20)
     parser.add_argument("--max-new-tokens", type=common.number(int, 1), default=256)
     parser.add_argument("--temperature", type=common.number(float, 0), default=0.0)
-    parser.add_argument("--draft-tokens", type=common.number(int, 1), help="default: all of a head's window")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=common.number(int, 1), default=10, help="prompts at once, for identity")
-    parser.add_argument("--repeats", type=common.number(int, 1), default=3, help="runs of each side, for speed")
+    parser.add_argument("--repeats", type=common.number(int, 1), default=3, help="runs of each side, in turns")
     args = parser.parse_args(argv)
-    target = loading.load_target("demo", args.dtype)
-    options = {"count": args.prompts, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    options["chosen"] = {} if args.draft_tokens is None else {"draft_tokens": args.draft_tokens}
-    if args.kind == "identity":
-        rows = identity(target, args.drafters, options, args.batch)
-    elif args.kind == "acceptance":
-        rows = acceptance(target, args.drafters, options)
-    else:
-        rows = speed(target, args.drafters, options, args.repeats)
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    variants = [Variant.parse(spec) for spec in args.drafters]
+    for row in KINDS[args.kind](loading.load_target("demo", args.dtype), variants, args):
+        print(row if isinstance(row, str) else json.dumps(row), flush=True)
     return 0
 
 

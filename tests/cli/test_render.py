@@ -18,7 +18,7 @@ HARD = "héllo 👩‍👩‍👧 日本 e\u0301\t".encode() + b"\xff \xe6\x97 \
 def result_of(rows, reasons, drafted=lambda i: i % 3 == 0):
     """A result with these bytes, as it stands at some moment."""
     flags = [[drafted(i) for i in range(len(row))] for row in rows]
-    return Result([list(row) for row in rows], [], reasons, flags, None)
+    return Result([list(row) for row in rows], [], reasons, flags, [], None)
 
 
 def printed(results, width, **options):
