@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-for-tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache build dist *.egg-info

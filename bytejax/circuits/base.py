@@ -206,17 +206,19 @@ class Circuit(abc.ABC):
 
     # --- conditionals ---
 
-    def conditionals(self, theta: Theta, x: jax.Array) -> jax.Array:
-        """log q(. | x_<i) for every i, in one pass. x [..., n] int -> [..., n, v].
+    def conditionals(self, theta: Theta, x: jax.Array, observed: jax.Array | None = None) -> jax.Array:
+        """log q(. | x_<i) for every i, in one pass. x [..., n] int, observed [..., n] bool -> [..., n, v].
 
-        After a prefix without mass the latents go on as if its impossible byte had not been seen.
+        Where `observed` is False the byte is summed out (and its value ignored). After a prefix without mass the
+        latents go on as if its impossible byte had not been seen.
         """
         scores, rows = gather_scores(theta.leaves, self._window(x)), []
 
         def observe(i, prior):
             row = transition(prior, theta.leaves[..., i, :, :])
             rows.append(jnp.broadcast_to(row, (*scores.shape[:-2], row.shape[-1])))
-            return scores[..., i, :]
+            seen = scores[..., i, :]
+            return seen if observed is None else jnp.where(observed[..., i, None], seen, 0)
 
         self._filter(theta.sums, observe)
         return jnp.stack(rows, -2)

@@ -29,12 +29,14 @@ class Data:
 
     source: "stdlib" (the running interpreter's own sources) or "files" (the globs in `files`).
     files, held_out: globs, relative to the current directory; only with source "files". held_out is never trained on.
-    sequence_length: T, bytes per sequence; batch: sequences per step.
+    sequence_length: T, bytes per sequence; batch: sequences per step, in `accumulate` parts whose gradients are
+    averaged.
     """
 
     source: str = MISSING
     sequence_length: int = MISSING
     batch: int = MISSING
+    accumulate: int = 1
     files: list[str] = dataclasses.field(default_factory=list)
     held_out: list[str] = dataclasses.field(default_factory=list)
 
@@ -114,7 +116,10 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint is written after `every_minutes` or `every_steps`, whichever comes first; the last `keep` stay."""
+    """A checkpoint is written after `every_minutes` or `every_steps`, whichever comes first; the last `keep` stay.
+
+    The weights with the lowest validation loss so far are exported beside them, in `best`.
+    """
 
     every_minutes: float = 5.0
     every_steps: int | None = None
@@ -137,6 +142,8 @@ class Config:
     compute_dtype: of the forward and backward pass; masters and optimiser state are float32.
     gamma, first_weight, chunk: of the window loss of the heads: discount per position, a further weight of position 1
     (which is drafted only where the target's extra byte is dropped), and positions whose logits exist at once.
+    kl: share, from 0 to 1, of distillation (KL divergence from the target's laws) in the heads' loss beside likelihood.
+    windows: positions per sequence whose windows count, drawn anew for every batch; null for all.
     """
 
     task: str = MISSING
@@ -152,6 +159,8 @@ class Config:
     heads: dict[str, Head] = dataclasses.field(default_factory=dict)
     gamma: float = 1.0
     first_weight: float = 1.0
+    kl: float = 0.0
+    windows: int | None = None
     chunk: int = 1024
     compute_dtype: str = "float32"
     seed: int = 0
@@ -231,6 +240,9 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
     o = c.optimizer
     positive = {"steps": c.steps, "data.sequence_length": c.data.sequence_length, "data.batch": c.data.batch}
     positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip": o.clip, "optimizer.eps": o.eps}
+    positive["data.accumulate"] = c.data.accumulate
+    if c.windows is not None:
+        positive["windows"] = c.windows
     positive |= {"chunk": c.chunk, "log_every": c.log_every, "checkpoint.keep": c.checkpoint.keep}
     positive |= {"validation.every_steps": c.validation.every_steps, "validation.batches": c.validation.batches}
     positive |= {"checkpoint.every_minutes": c.checkpoint.every_minutes}
@@ -248,7 +260,7 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         if h.feed_width is not None:
             positive[f"heads.{name}.feed_width"] = h.feed_width
     fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
-    from_zero = {"optimizer.final_fraction": o.final_fraction, "first_weight": c.first_weight}
+    from_zero = {"optimizer.final_fraction": o.final_fraction, "first_weight": c.first_weight, "kl": c.kl}
     below_one = {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2, "optimizer.ema": o.ema or 0.0}
     checks = [(not x > 0, f"{key}={x} must be positive") for key, x in positive.items()]
     checks += [(not 0 < x <= 1, f"{key}={x} must be above 0 and at most 1") for key, x in fractions.items()]
@@ -257,6 +269,10 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
     negative = [name for name, h in c.heads.items() if h.lora_layers < 0]
     checks += [(bool(negative), f"heads: lora_layers of {', '.join(negative)} must not be negative")]
     checks += [(o.weight_decay < 0, f"optimizer.weight_decay={o.weight_decay} must not be negative")]
+    uneven = c.data.accumulate > 0 and c.data.batch % c.data.accumulate != 0
+    checks += [(uneven, f"data.accumulate={c.data.accumulate} must divide data.batch={c.data.batch}")]
+    longer = c.windows is not None and c.windows > c.data.sequence_length
+    checks += [(longer, f"windows={c.windows} is more than data.sequence_length={c.data.sequence_length}")]
     checks += [(o.warmup_steps < 0, f"optimizer.warmup_steps={o.warmup_steps} must not be negative")]
     checks += [(not 0 <= c.seed < 2**32, f"seed={c.seed} must be between 0 and 2**32 - 1")]
     return checks

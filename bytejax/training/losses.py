@@ -50,12 +50,14 @@ def window_loss(
     chunk: int,
     boundaries: Sequence[int] = (),
     first: float = 1.0,
+    positions: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Discounted negative log-likelihood of all overlapping windows; ignored labels are summed out of the circuit.
 
     hidden [B, T, d] float; labels [B, T] int, IGNORE where not learned; gamma: discount per place; chunk: positions
     computed at once; boundaries: see `windows`; first: what the loss of place 1 counts beside the others. A drafter
     that is told its first byte never drafts it: with 0 the loss is the likelihood of the rest given that byte.
+    positions [B, K]: the windows that count, by where they start; None for all (MtPC, Appendix G, takes a sample).
 
     Returns the loss [] and {"ce" [n], "count" [n]}. With l_j = log q(x_j | x_<j) and valid_j the labels that place j
     has in a sequence, ce_j = sum over sequences of -sum_t l_j / max(1, valid_j), and the loss is
@@ -64,6 +66,8 @@ def window_loss(
     """
     n = config.circuit.window
     x = windows(labels, n, boundaries)
+    if positions is not None:
+        x, hidden = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, hidden))
     valid = x != IGNORE
     count = jnp.sum(valid, 1)
     share = valid / jnp.maximum(count, 1)[:, None]
@@ -91,7 +95,7 @@ def _window_cross_entropy(
         return total - jnp.sum(share * steps, 0), None
 
     zero = jnp.zeros(x.shape[1], scores.dtype)
-    return jax.lax.scan(step, zero, _chunks((hidden, late, scores, x, share), chunk, (0, 0, 0, IGNORE, 0)))[0]
+    return jax.lax.scan(step, zero, chunked((hidden, late, scores, x, share), chunk, (0, 0, 0, IGNORE, 0)))[0]
 
 
 def next_byte_loss(
@@ -115,13 +119,13 @@ def next_byte_loss(
     flat = (features.reshape(-1, features.shape[-1]), labels.reshape(-1))
     chunk = flat[1].shape[0] if unembed is None else min(chunk, flat[1].shape[0])
     zero = jnp.zeros((), jnp.promote_types(features.dtype, jnp.float32))
-    total = jax.lax.scan(step, zero, _chunks(flat, chunk, (0, IGNORE)))[0]
+    total = jax.lax.scan(step, zero, chunked(flat, chunk, (0, IGNORE)))[0]
     count = jnp.sum(labels != IGNORE)
     loss = total / jnp.maximum(count, 1)
     return loss, {"ce": loss, "count": count}
 
 
-def _chunks(arrays: Sequence[jax.Array], chunk: int, fill: Sequence[int]) -> tuple[jax.Array, ...]:
+def chunked(arrays: Sequence[jax.Array], chunk: int, fill: Sequence[int]) -> tuple[jax.Array, ...]:
     """Each array [C, ...] -> [ceil(C / chunk), chunk, ...], the last chunk filled up with its `fill`."""
     chunks = -(-arrays[0].shape[0] // chunk)
 

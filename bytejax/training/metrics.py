@@ -1,5 +1,7 @@
-"""Where a run tells how it goes: `metrics.jsonl`, a progress bar on a terminal, plain lines elsewhere."""
+"""Where a run tells how it goes: `metrics.jsonl`, a progress bar on a terminal, plain lines elsewhere, and TensorBoard
+where tensorboardX is installed."""
 
+import importlib.util
 import json
 import math
 import sys
@@ -16,6 +18,7 @@ class Log:
     """Appends JSON lines and keeps the screen up to date. Used as a context manager.
 
     first: the step that the run continues from; what an interrupted run recorded after it is dropped.
+    lowest_loss: of the validations recorded so far on the same batches, None where there is none.
     """
 
     def __init__(self, path: Path, steps: int, first: int, console: Console | None = None):
@@ -24,12 +27,20 @@ class Log:
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
         self._task = self._bar.add_task("training", total=steps, completed=first, text="compiling")
         self._steps, self._first, self._began = steps, first, time.monotonic()
+        self._board, self.lowest_loss = None, None
 
     def __enter__(self) -> "Log":
         before = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
         kept = [line for line in before if line.endswith("\n") and json.loads(line)["step"] <= self._first]
         self._path.write_text("".join(kept))
         self._file = self._path.open("a")
+        for record in map(json.loads, kept):
+            if record["kind"] == "validation" and not record["whole"]:
+                self._note_loss(record)
+        if importlib.util.find_spec("tensorboardX"):
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=self._first + 1)
         if self._console.is_terminal:
             self._bar.start()
         return self
@@ -37,6 +48,8 @@ class Log:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
         self._file.close()
+        if self._board:
+            self._board.close()
 
     def step(self, metrics: Mapping[str, float], headline: str) -> None:
         """One training record, with step and bytes_per_second: written, and shown as a bar or a line."""
@@ -51,11 +64,21 @@ class Log:
             left = (time.monotonic() - self._began) / max(done - self._first, 1) * (self._steps - done)
             self.say(f"step {done}/{self._steps}  {text}  left {duration(left)}")
 
-    def validation(self, metrics: Mapping[str, float]) -> None:
-        """One validation record."""
-        self._write({"kind": "validation"} | dict(metrics))
+    def validation(self, metrics: Mapping[str, float], whole: bool) -> bool:
+        """One validation record, of all held-out bytes (`whole`) or of the batches that are always the same ones.
+
+        -> whether it is one of the latter with the lowest loss so far.
+        """
+        self._write({"kind": "validation", "whole": whole} | dict(metrics))
         shown = "  ".join(f"{k} {x:.3f}" for k, x in metrics.items() if k.endswith("bits_per_byte"))
         self.say(f"step {int(metrics['step'])}  held out: {shown}")
+        return not whole and self._note_loss(metrics)
+
+    def _note_loss(self, metrics: Mapping[str, float]) -> bool:
+        loss = sum(x for k, x in metrics.items() if k.startswith("loss/"))
+        lower = self.lowest_loss is None or loss < self.lowest_loss
+        self.lowest_loss = loss if lower else self.lowest_loss
+        return lower
 
     def say(self, text: str) -> None:
         """A line for people."""
@@ -65,6 +88,9 @@ class Log:
         finite = {k: (x if not isinstance(x, float) or math.isfinite(x) else str(x)) for k, x in record.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+        for name, x in record.items():
+            if self._board and name not in ("kind", "step", "whole"):
+                self._board.add_scalar(f"{record['kind']}/{name}", x, int(record["step"]))
 
 
 def duration(seconds: float) -> str:

@@ -41,12 +41,15 @@ def init(params: Members, optimizers: Mapping[str, optax.GradientTransformation]
     return State(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state, average=average)
 
 
-def make_step(loss_fn: LossFn, optimizers: Mapping[str, optax.GradientTransformation], ema: float | None) -> StepFn:
+def make_step(
+    loss_fn: LossFn, optimizers: Mapping[str, optax.GradientTransformation], ema: float | None, accumulate: int = 1
+) -> StepFn:
     """Compiles (state, frozen, batch) -> (state, metrics); the state is donated.
 
     loss_fn: (params, frozen, batch) -> (loss of each member, further metrics); losses are [] float32.
     metrics: the losses as `loss/<member>`, `grad_norm/<member>`, `finite` and what loss_fn adds. A step whose loss or
-    gradient is not finite leaves the state as it was.
+    gradient is not finite leaves the state as it was. accumulate: parts that a batch is cut into, along its first axis;
+    gradients, losses and metrics are the means over them, and only one part's activations exist at once.
     """
 
     def total(params, frozen, batch):
@@ -54,8 +57,18 @@ def make_step(loss_fn: LossFn, optimizers: Mapping[str, optax.GradientTransforma
         # Members share no parameters: the gradient of the sum is each member's own.
         return sum(losses.values()), (losses, extra)
 
+    def gradient(params, frozen, batch):
+        once = lambda part: jax.grad(total, has_aux=True)(params, frozen, part)
+        if accumulate == 1:
+            return once(batch)
+        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), dict(batch))
+        first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], parts) for cut in (0, slice(1, None)))
+        add = lambda sums, part: (jax.tree.map(jnp.add, sums, once(part)), None)
+        sums, _ = jax.lax.scan(add, once(first), rest)
+        return jax.tree.map(lambda x: x / accumulate, sums)
+
     def step(state, frozen, batch):
-        grads, (losses, extra) = jax.grad(total, has_aux=True)(state.params, frozen, batch)
+        grads, (losses, extra) = gradient(state.params, frozen, batch)
         norms = {name: optax.global_norm(g) for name, g in grads.items()}
         finite = jnp.isfinite(jnp.stack([*losses.values(), *norms.values()])).all()
         new = _update(state, grads, optimizers, ema)

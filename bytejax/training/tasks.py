@@ -23,10 +23,12 @@ from bytejax.parameters import Params
 from bytejax.training import losses
 from bytejax.training.config import Config
 from bytejax.training.data import Batch
+from bytejax.training.distill import expected_accept_lengths, window_kl
 from bytejax.training.step import Members
 
 NATS_PER_BIT = float(np.log(2.0))
 LORA = "lora"  # where a member keeps its adapters, beside the head's parameters
+ESTIMATE_STRIDE = 16  # of the positions at which validation estimates accept lengths
 OWN_HEADS = "mtp"  # directory beside a target's weights with the multi-byte heads it was trained with
 
 
@@ -38,6 +40,7 @@ class Task:
     decayed: the same trees of bools, True where weight decay applies.
     frozen: a pytree that the losses read and nothing changes.
     loss: (params, frozen, batch) -> (loss in nats of each member, further metrics), see `step.make_step`.
+    estimate: (params, frozen, batch) -> metrics of a validation batch beside the loss, or None.
     export: writes the members below a directory, ready for decoding.
     headline: name of the metric in bits per byte that stands for the run.
     identity: what besides config and corpus the run depends on, for telling its checkpoints from others'.
@@ -47,6 +50,7 @@ class Task:
     decayed: Members
     frozen: Any
     loss: Callable[[Members, Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
+    estimate: Callable[[Members, Any, Batch], dict[str, jax.Array]] | None
     export: Callable[[Path, Members], None]
     headline: str
     identity: dict[str, str]
@@ -74,7 +78,10 @@ def _target_task(config: Config) -> Task:
         total, _ = losses.next_byte_loss(hidden, batch["labels"], target.unembed, config.chunk)
         extra = {"bits_per_byte": total / NATS_PER_BIT}
         if mtp:
-            window = window_nats(p["mtp"], head, hidden, batch["labels"], mtp.gamma, config.chunk)
+            total_window, _ = losses.window_loss(
+                p["mtp"], head, hidden, batch["labels"], mtp.gamma, config.chunk, tokenizers.DEMO.stop
+            )
+            window = total_window / sequences(batch["labels"])
             extra["mtp/bits_per_byte"] = window / NATS_PER_BIT
             total = total + mtp.weight * window
         return {"target": total}, extra
@@ -85,7 +92,7 @@ def _target_task(config: Config) -> Task:
             loading.save_head(directory / OWN_HEADS, head, members["target"]["mtp"])
 
     init = {"target": parameters.init(table, jax.random.key(config.seed))}
-    return Task(init, {"target": decayed(table)}, (), loss, export, "bits_per_byte", {})
+    return Task(init, {"target": decayed(table)}, (), loss, None, export, "bits_per_byte", {})
 
 
 def _head_task(config: Config) -> Task:
@@ -112,14 +119,33 @@ def _head_task(config: Config) -> Task:
             masks[name] |= decayed(adapters)
 
     def loss(params, frozen, batch):
-        model, nats = cast(frozen["target"], dtype), {}
+        model, nats, extra = cast(frozen["target"], dtype), {}, {}
         for name, h in configs.items():
             p = cast(params[name] | frozen["heads"].get(name, {}), dtype)
             adapter = lora.create(p.pop(LORA), model) if LORA in p else None
             hidden = model.states(batch["ids"], adapter)  # what heads have in common is computed once
-            arguments = (hidden, batch["labels"], config.gamma, config.chunk, config.first_weight)
-            nats[name] = window_nats(p, h, *arguments)
-        return nats, {f"{name}/bits_per_byte": x / NATS_PER_BIT for name, x in nats.items()}
+            positions = _sampled_windows(config, batch)
+            ce, kl = window_nats(p, h, hidden, batch["labels"], config, positions), 0.0
+            extra[f"{name}/bits_per_byte"] = ce / NATS_PER_BIT
+            if config.kl:
+                kl = _window_kl(p, h, hidden, batch["labels"], laws(model, batch), config, positions)
+                extra[f"{name}/kl_bits"] = kl / NATS_PER_BIT
+            nats[name] = config.kl * kl + (1 - config.kl) * ce
+        return nats, extra
+
+    def laws(model, batch):
+        """The target's log-probabilities of every label."""
+        return jax.nn.log_softmax(model.unembed(model.states(batch["ids"])))
+
+    def estimate(params, frozen, batch):
+        model, metrics = cast(frozen["target"], dtype), {}
+        for name, h in configs.items():
+            p = cast(params[name] | frozen["heads"].get(name, {}), dtype)
+            adapter = lora.create(p.pop(LORA), model) if LORA in p else None
+            hidden = model.states(batch["ids"], adapter)
+            lengths = expected_accept_lengths(p, h, hidden, batch["labels"], laws(model, batch), ESTIMATE_STRIDE)
+            metrics |= {f"{name}/accept_length_{kind}": x for kind, x in lengths.items()}
+        return metrics
 
     def export(directory: Path, members: Members) -> None:
         for name, h in configs.items():
@@ -133,7 +159,7 @@ def _head_task(config: Config) -> Task:
     headline = f"{next(iter(configs))}/bits_per_byte"
     digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
     frozen = {"target": target.unrolled(), "heads": kept}
-    return Task(init, masks, frozen, loss, export, headline, {"target_sha256": digest})
+    return Task(init, masks, frozen, loss, estimate, export, headline, {"target_sha256": digest})
 
 
 def window_nats(
@@ -141,13 +167,35 @@ def window_nats(
     head: HeadConfig,
     hidden: jax.Array,
     labels: jax.Array,
-    gamma: float,
-    chunk: int,
-    first: float = 1.0,
+    config: Config,
+    positions: jax.Array | None,
 ) -> jax.Array:
     """Window loss in nats per byte, the mean over the sequences that have labels. hidden [B, T, d], labels [B, T]."""
-    total, _ = losses.window_loss(params, head, hidden, labels, gamma, chunk, tokenizers.DEMO.stop, first)
-    return total / jnp.maximum((labels != losses.IGNORE).any(1).sum(), 1)
+    stop = tokenizers.DEMO.stop
+    arguments = (params, head, hidden, labels, config.gamma, config.chunk, stop, config.first_weight, positions)
+    return losses.window_loss(*arguments)[0] / sequences(labels)
+
+
+def _window_kl(params, head, hidden, labels, laws, config: Config, positions) -> jax.Array:
+    """The same of the divergence from the target's laws [B, T, v]."""
+    stop = tokenizers.DEMO.stop
+    arguments = (params, head, hidden, labels, laws, config.gamma, config.chunk, stop, config.first_weight, positions)
+    return window_kl(*arguments)[0] / sequences(labels)
+
+
+def sequences(labels: jax.Array) -> jax.Array:
+    """How many sequences have labels, at least 1. labels [B, T] -> [] int."""
+    return jnp.maximum((labels != losses.IGNORE).any(1).sum(), 1)
+
+
+def _sampled_windows(config: Config, batch: Batch) -> jax.Array | None:
+    """Where the windows that count begin, [B, K], or None for all. The draw depends on seed and batch only."""
+    if config.windows is None:
+        return None
+    b, t = batch["ids"].shape
+    key = jax.random.fold_in(jax.random.key(config.seed), jnp.sum(batch["ids"].astype(jnp.uint32)))
+    order = jax.vmap(lambda k: jax.random.permutation(k, t))(jax.random.split(key, b))
+    return jnp.sort(order[:, : config.windows], axis=1)
 
 
 def _started(key: str, source: str) -> tuple[Params, HeadConfig]:

@@ -44,6 +44,10 @@ def test_overrides_reach_every_level(path):
         ("architecture.kv_heads=3", "kv_heads=3 must divide"),
         ("data.source=stdlib", "need data.source=files"),
         ("task=head", "needs at least one entry under heads"),
+        ("data.accumulate=3", "data.accumulate=3 must divide data.batch=2"),
+        ("windows=33", "windows=33 is more than data.sequence_length=32"),
+        ("kl=1.5", "kl=1.5 must be between 0 and 1"),
+        ("first_weight=-1", "first_weight=-1.0 must be between 0 and 1"),
         ("heads.a.circuit=ff", "missing heads.a.adapter_rank, heads.a.rank, heads.a.window"),
     ],
 )

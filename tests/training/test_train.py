@@ -143,6 +143,44 @@ def test_adapters_learn_under_a_head_that_stays(trained, tmp_path):
         assert len(drafter.adapter.layers) == 1
 
 
+def test_parts_of_a_batch_give_the_step_of_the_whole(trained, tmp_path):
+    target = Path(trained[0].workdir) / "export"
+    one, two = (
+        head_config(tmp_path / str(n), target, steps=3, data__batch=4, data__accumulate=n, kl=0.3) for n in (1, 2)
+    )
+    for c in (one, two):
+        train.run(c)
+    a, b = (newest(c.workdir)[0]["params"] for c in (one, two))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), a, b)
+
+
+def test_distillation_and_sampled_windows_learn_and_are_reported(trained, tmp_path):
+    target = Path(trained[0].workdir) / "export"
+    c = head_config(tmp_path, target, steps=40, optimizer__learning_rate=2e-2, kl=0.5, windows=8)
+    train.run(c)
+    early, *_, last = records(c.workdir, "validation")
+    for name in c.heads:
+        assert last[f"{name}/bits_per_byte"] < early[f"{name}/bits_per_byte"] - 0.03
+        assert 0 < last[f"{name}/kl_bits"] < early[f"{name}/kl_bits"]
+        assert all(1 <= last[f"{name}/accept_length_{kind}"] <= 3 for kind in ("greedy", "sampling"))
+        assert last[f"{name}/accept_length_sampling"] > 1.3
+
+
+def test_the_best_weights_are_kept_also_across_a_restart(tmp_path, tiny):
+    """A rate that ruins what was learned: the best validation is an early one."""
+    c = tiny(steps=24, validation__every_steps=2, optimizer__schedule="constant", optimizer__ema=None)
+    ruined = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, learning_rate=3.0, warmup_steps=20))
+    train.run(dataclasses.replace(ruined, steps=16))
+    best = lambda: (Path(c.workdir) / "best" / "model.safetensors").read_bytes()
+    kept = best()
+    partial = [r for r in records(c.workdir, "validation") if not r["whole"]]
+    assert partial[-1]["loss/target"] > min(r["loss/target"] for r in partial)
+    assert kept != (Path(c.workdir) / "export" / "model.safetensors").read_bytes()
+    train.run(ruined)
+    assert best() == kept
+    assert list((Path(c.workdir) / "tensorboard").glob("events*"))
+
+
 def records_of(c):
     """Metrics of the first batch before any update."""
     task, batches = tasks.make(c), train.first_batches(c)
