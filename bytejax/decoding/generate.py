@@ -27,7 +27,7 @@ class Stats:
 
     from_prompts: tokens that came from the prompts' own passes, the first of each row unless the bonus is dropped.
     accept_length: tokens per target pass, those of the prompts left out on both sides.
-    accept_histogram: entry i is how many passes added i tokens.
+    accept_histogram: entry i is how many cycles added i tokens.
     drafted, accepted: bytes proposed and kept; acceptance_rate: their quotient, 0 where nothing was drafted.
     decode_seconds: cycles only; prefill_seconds: prompts; compile_seconds: building programs, in neither.
     """
