@@ -1,8 +1,20 @@
 """The one error that means "the input is wrong", as opposed to "the program is wrong"."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class InputError(ValueError):
     """Bad input from the user: one line that says what is wrong, where, and what would work.
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+@contextlib.contextmanager
+def input_errors_of(where: str) -> Iterator[None]:
+    """Puts `where`, a key or a path, before the message of every InputError that passes."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{where}: {e}") from None

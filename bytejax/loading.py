@@ -19,7 +19,7 @@ from bytejax import circuits, parameters
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
-from bytejax.errors import InputError
+from bytejax.errors import InputError, input_errors_of
 from bytejax.models import llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params
@@ -60,8 +60,8 @@ def target_directory(source: Path | str) -> Path:
 def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None = None) -> Target:
     """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16").
 
-    unroll: hold the layers one by one instead of stacked, their kernels in panels; None does so on CPU, where a scan
-        would copy the weights.
+    unroll: hold the layers one by one instead of stacked, on CPU with their kernels in panels; None does so on CPU
+        only, where a scan would copy the weights.
     """
     directory = target_directory(source)
     if dtype not in DTYPES:
@@ -75,8 +75,10 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
     target = make_target(params=params, config=config, tokenizer=tokenizer)
-    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
-    return target.in_panels() if unroll else target
+    on_cpu = jax.default_backend() == "cpu"
+    if not (on_cpu if unroll is None else unroll):
+        return target
+    return target.in_panels() if on_cpu else target.unrolled()
 
 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
@@ -136,18 +138,44 @@ def save_lora(
 ) -> None:
     """Writes a drafter with LoRA adapters on the target's last layers.
 
-    head: the head that reads the adapted states; or, where it is another drafter's and unchanged, that one's name:
-        a directory beside this one, or a drafter that ships with the package.
+    head: the head that reads the adapted states; or the name of one that ships with the package, to which the drafter
+        then refers.
     """
     layers, _, rank = adapters["q"]["a"].shape
     values = {"lora": {"layers": layers, "rank": rank, "target": fingerprint(target)}}
     files = {ADAPTERS: adapters}
     if isinstance(head, str):
-        values |= {"format": "bytejax-drafter", "kind": "circuit", "head": head}
+        pinned = {"name": head, "sha256": _sha256(DEMO / head / WEIGHTS)}
+        values |= {"format": "bytejax-drafter", "kind": "circuit", "head": pinned}
     else:
         values |= _head_values(head[0])
         files[WEIGHTS] = head[1]
     _save(Path(directory), values, files, dtype)
+
+
+def needs_unrolled(source: Path | str) -> bool:
+    """Whether a drafter, as `load_drafter` takes it, works only with a target whose layers are unrolled."""
+    directory = drafter_directory(source)
+    return directory is not None and "lora" in _read_config(directory, "bytejax-drafter")
+
+
+def ships_head(name: str, window: int) -> bool:
+    """Whether `name` is a head of the demo, without adapters, with that window."""
+    if name not in demo_drafters() or _is_directory(Path(name)):
+        return False
+    saved = _read_config(DEMO / name, "bytejax-drafter")
+    return "lora" not in saved and saved.get("window") == window
+
+
+def load_start(source: Path | str) -> tuple[heads.HeadConfig, Params, str]:
+    """A head that another one may start from, as `load_head`, and the SHA-256 of its weights."""
+    directory = drafter_directory(source)
+    if directory is None:
+        raise InputError(f"{source} is neither a directory nor a drafter that ships with the package")
+    if "lora" in _read_config(directory, "bytejax-drafter"):
+        raise InputError(f"{source} is a LoRA drafter; its head reads a draft stream, not the target's states")
+    config, params = load_head(directory)
+    return config, params, _sha256(directory / WEIGHTS)
 
 
 def load_adapters(directory: Path | str, target: Target) -> Params | None:
@@ -165,17 +193,19 @@ def load_adapters(directory: Path | str, target: Target) -> Params | None:
         config, digest = lora.LoraConfig(saved["layers"], saved["rank"]), saved["target"]
     except (KeyError, TypeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe its LoRA adapters ({e})") from None
-    table = lora.table(config, target.config)
+    with input_errors_of(str(directory)):
+        table = lora.table(config, target.config)
     if digest != fingerprint(target):
         raise InputError(f"{directory}: its LoRA adapters were trained on another target than this one")
     return parameters.load(directory / ADAPTERS, table, DTYPES[_dtype_name(target)])
 
 
-def fingerprint(target: Target) -> str:
-    """Tells targets apart, whatever dtype they are loaded in: a hash of embeddings and final norm in bfloat16."""
-    digest = hashlib.sha256()
-    for name in ("embedding", "final_norm"):
-        digest.update(np.asarray(target.params[name].astype(jnp.bfloat16)).tobytes())
+def fingerprint(target: llama.Llama) -> str:
+    """Tells targets apart, however they are held: a hash of embeddings, last layer and final norm in bfloat16."""
+    digest, p = hashlib.sha256(), target.params
+    last = target.layer(target.config.layers - 1)
+    for x in (p["embedding"], p["final_norm"], *(last[name] for name in sorted(last))):
+        digest.update(np.asarray(x.astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -198,13 +228,7 @@ def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.Head
     directory = Path(directory)
     saved = _read_config(directory, "bytejax-drafter")
     if "head" in saved:
-        beside = directory.parent / str(saved["head"])
-        base = beside if _is_directory(beside) else drafter_directory(str(saved["head"]))
-        if base is None or "head" in _read_config(base, "bytejax-drafter"):
-            raise InputError(
-                f"{directory}: builds on the head {saved['head']!r}, which is neither beside it nor shipped"
-            )
-        return load_head(base, dtype)
+        return load_head(_pinned_head(directory, saved["head"]), dtype)
     try:
         circuit = circuits.make(saved["circuit"], saved["window"], saved["rank"])
         sizes = (saved[name] for name in ("width", "vocab", "adapter_rank", "feed_width"))
@@ -212,6 +236,25 @@ def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.Head
     except (KeyError, TypeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a circuit head ({e})") from None
     return config, parameters.load(directory / WEIGHTS, heads.table(config), DTYPES[dtype])
+
+
+def _pinned_head(directory: Path, pinned: Any) -> Path:
+    try:
+        name, digest = pinned["name"], pinned["sha256"]
+    except (KeyError, TypeError) as e:
+        raise InputError(f"{directory / 'config.json'} does not say which head it builds on ({e})") from None
+    if name not in demo_drafters():
+        raise InputError(f"{directory} builds on the head {name!r}, which does not ship with this version")
+    if _sha256(DEMO / name / WEIGHTS) != digest:
+        raise InputError(f"{directory} builds on the head {name!r} as another version shipped it")
+    return DEMO / name
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from None
 
 
 def _is_directory(path: Path) -> bool:
@@ -235,12 +278,14 @@ def _dtype_name(target: Target) -> str:
 
 
 def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> None:
+    """All files are written beside their names first, then renamed, the config last."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, params in files.items():
-        parameters.save(directory / name, jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params))
-    part = directory / "config.json.part"
-    part.write_text(json.dumps(config, indent=2) + "\n")
-    part.replace(directory / "config.json")
+        host = jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params)
+        parameters.save(directory / f"{name}.new", host)
+    (directory / "config.json.new").write_text(json.dumps(config, indent=2) + "\n")
+    for name in (*files, "config.json"):
+        (directory / f"{name}.new").replace(directory / name)
 
 
 def _read_config(directory: Path, expected: str) -> dict:

@@ -108,7 +108,8 @@ def test_weights_on_disk_are_bfloat16_unless_told_otherwise(tmp_path):
     assert not np.array_equal(loaded, exact)
 
 
-def test_a_lora_drafter_is_written_and_read(tmp_path):
+def test_a_lora_drafter_is_written_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "DEMO", tmp_path)
     target = make_target(unrolled=False)
     bytejax.save_target(tmp_path / "target", target, jnp.float32)
     loaded = bytejax.load_target(tmp_path / "target")
@@ -123,19 +124,32 @@ def test_a_lora_drafter_is_written_and_read(tmp_path):
             drafter = bytejax.load_drafter(tmp_path / name, loaded, merged=merged)
             got = generate(loaded, [[1, 2, 3]], drafter=drafter, max_new_tokens=30)
             assert got.ids == want.ids and got.stats.accept_histogram == want.stats.accept_histogram
+    assert [loading.needs_unrolled(x) for x in (tmp_path / "light", "light", "base", "none")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(InputError, match="LoRA drafter"):
+        loading.load_start("light")
+    loading.save_head(tmp_path / "base", config, jax.tree.map(lambda x: x + 1, params), jnp.float32)
+    with pytest.raises(InputError, match="as another version shipped it"):
+        bytejax.load_drafter(tmp_path / "light", loaded)
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(InputError, match="does not ship"):
+        bytejax.load_drafter(tmp_path / "light", loaded)
 
 
 def test_lora_drafters_that_do_not_fit(tmp_path):
     target = make_target(unrolled=False)
     adapters, (params, config) = make_adapters(target, 2), make_head(target, "cp")
     loading.save_lora(tmp_path / "lora", target, adapters, (config, params), jnp.float32)
-    loading.save_lora(tmp_path / "lost", target, adapters, "nowhere", jnp.float32)
     loading.save_head(tmp_path / "plain", config, params, jnp.float32)
     cases = [
         ("lora", make_target(seed=3), {}, "another target"),
         ("lora", make_target(layers=1), {}, "the target has 1"),
         ("lora", target, {}, "unroll=True"),
-        ("lost", make_target(), {}, "nowhere"),
+        ("plain", make_target(), {"draft": 3}, "unknown"),
         ("plain", make_target(), {"merged": True}, "no adapters to merge"),
     ]
     for name, other, options, message in cases:

@@ -79,12 +79,19 @@ class Constant(Drafter):
     def target_adapter(self):
         return self.adapter
 
+    @property
+    def drafts_first(self):
+        return True
+
     def init(self, target, prefilled, ids, lengths):
-        return ()
+        return jnp.zeros((len(ids), self.width), jnp.int32)
 
     def propose(self, state, root, keys, warp):
-        block = Block.chain(jnp.zeros((len(root), self.width), jnp.int32).at[:, 0].set(root))
-        law = jnp.full((len(root), self.width - 1, self.vocab), -jnp.log(self.vocab), jnp.float32)
+        block = Block.chain(state if root is None else state.at[:, 0].set(root))
+        drafts = self.width if root is None else self.width - 1
+        if root is None:
+            block = block.replace(is_draft=jnp.ones_like(block.is_draft))
+        law = jnp.full((len(state), drafts, self.vocab), -jnp.log(self.vocab), jnp.float32)
         return Draft(block, None if warp.greedy else law)
 
     def observe(self, state, target, block, extended, path, accepted):
@@ -108,12 +115,15 @@ def identity(target: Target, variants: list[Variant], args: argparse.Namespace) 
     plain = alone.run().ids
     for v in variants:
         job = measure.Job(target, v.load(target), batches, options | v.run)
-        drafted, padded = job.run(), job.autoregressive(job.drafter.block_width).run().ids
+        drafted, differ = job.run(), None
+        if job.has_a_twin:
+            padded = job.autoregressive(job.drafter.block_width).run().ids
+            differ = sum(a != b for a, b in zip(drafted.ids, padded, strict=True))
         ties = measure.first_differences(job, drafted.ids, plain)
         yield {
             "variant": v.spec,
             "rows": len(prompts),
-            "differ_at_same_width": sum(a != b for a, b in zip(drafted.ids, padded, strict=True)),
+            "differ_at_same_width": differ,
             "differ_from_width_1": len(ties),
             "largest_gap": max((t["gap"] for t in ties), default=0.0),
             "accept_length": drafted.stats.accept_length,
@@ -127,7 +137,8 @@ def acceptance(target: Target, variants: list[Variant], args: argparse.Namespace
     first = None
     for v in variants:
         result = generate(target, prompts, drafter=v.load(target), **options, **v.run)
-        lengths = np.array([len(row) for row in result.ids]) / np.maximum(result.forwards, 1)
+        free = result.stats.from_prompts // len(prompts)
+        lengths = np.array([len(row) - free for row in result.ids]) / np.maximum(result.forwards, 1)
         first = lengths if first is None else first
         yield {
             "variant": v.spec,
@@ -147,12 +158,15 @@ def interval(differences: np.ndarray) -> list[float]:
     return [float(differences.mean()), float(low), float(high)]
 
 
-def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> float:
+def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> float | None:
     """a1: how probable it is that a first byte drawn from the circuit, before conditioning, passes verification.
 
+    At temperature 1, whatever the run's; None for a drafter that is no circuit.
     The mean of sum_x min(p(x), q_1(x)) over the positions of the prompts (Leviathan et al. 2023, Eq. 3).
     """
     directory, ids = loading.drafter_directory(name), jnp.asarray(prompts)
+    if directory is None:
+        return None
     p = jax.nn.softmax(target.unembed(target.states(ids)))
     config, params = loading.load_head(directory)
     adapters = loading.load_adapters(directory, target)
@@ -190,7 +204,7 @@ def cycles(target: Target, variants: list[Variant], args: argparse.Namespace) ->
     for v in variants:
         drafter = v.load(target)
         sides.append((drafter, v.run))
-        sides.append((Constant(drafter.block_width, target.vocab, drafter.target_adapter()), {}))
+        sides.append((Constant(drafter.block_width, target.vocab, drafter.target_adapter()), v.run))
 
     def timed(prompt, drafter, run):
         generation = Generation(target, [prompt], drafter=drafter, **options, **run)
@@ -221,7 +235,9 @@ def cycles(target: Target, variants: list[Variant], args: argparse.Namespace) ->
 def table(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[str]:
     """The layout of MtPC's Tables 8, 9 and 11: one row per variant, the baseline first."""
     jobs = [_job(target, v, args) for v in variants]
-    jobs.insert(0, jobs[0].autoregressive())
+    alone = jobs[0].autoregressive()
+    layouts = [dataclasses.replace(alone, target=t) for t in target.layouts().values()]
+    jobs = layouts + jobs
     for job in jobs:
         job.warm_up()
     runs: list[list[Result]] = [[] for _ in jobs]
@@ -229,6 +245,8 @@ def table(target: Target, variants: list[Variant], args: argparse.Namespace) -> 
         for job, results in zip(jobs, runs, strict=True):
             results.append(job.run())
     medians = [sorted(r, key=lambda x: x.stats.tokens_per_second)[len(r) // 2].stats for r in runs]
+    baseline = max(medians[: len(layouts)], key=lambda s: s.tokens_per_second)
+    jobs, medians = [alone, *jobs[len(layouts) :]], [baseline, *medians[len(layouts) :]]
     yield "| circuit | n | r | LoRA layers | bonus | ms per pass | bytes per pass | bytes/s | speed-up |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for job, s in zip(jobs, medians, strict=True):
@@ -272,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=common.number(int, 1), default=3, help="runs of each side, in turns")
     args = parser.parse_args(argv)
     variants = [Variant.parse(spec) for spec in args.drafters]
-    for row in KINDS[args.kind](loading.load_target("demo", args.dtype), variants, args):
+    unroll = True if any(loading.needs_unrolled(v.name) for v in variants) else None
+    for row in KINDS[args.kind](loading.load_target("demo", args.dtype, unroll), variants, args):
         print(row if isinstance(row, str) else json.dumps(row), flush=True)
     return 0
 

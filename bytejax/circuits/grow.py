@@ -27,6 +27,8 @@ def from_shorter(params: Params, config: HeadConfig, short: Params, short_config
         if a != b:
             raise InputError(f"a head with {name} = {a} cannot start from one with {name} = {b}")
 
+    if 0 not in circuit.blocks_of(small):
+        raise InputError(f"{circuit} has no region of the first {small.window} bytes, so it cannot start from {small}")
     m = small.window
     grown = dict(params)
     for name in ("leaves",) if config.adapter_rank is None else ADAPTED:

@@ -97,7 +97,8 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     source = args.drafter
     if source is None:
         source = loading.DEFAULT_DRAFTER if args.target == "demo" else "none"
-    target = loading.load_target(args.target, args.dtype)
+    unroll = True if loading.needs_unrolled(source) else None
+    target = loading.load_target(args.target, args.dtype, unroll)
     chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     drafter = loading.load_drafter(source, target, **chosen)
@@ -195,7 +196,12 @@ def _parser() -> common.Parser:
     add("--bonus", choices=tuple(BONUS), default="condition", help=f"{bonus}. The default is condition")
     add("--dtype", default="float32", metavar="TYPE", help="of the weights: float32 (default) or bfloat16")
     add("--ignore-stop", action="store_true", help="never generate a stop id: every text runs to its limit")
-    add("--draft-tokens", type=number(int, 1), metavar="K", help="bytes drafted per pass (default: as many as it can)")
+    add(
+        "--draft-tokens",
+        type=number(int, 1),
+        metavar="K",
+        help="bytes drafted after the root of a block (default: as many as it can)",
+    )
     add("--greedy-rule", choices=GREEDY_RULES, help="how a circuit chooses its drafts in greedy decoding")
     add("--version", action="version", version=f"bytejax {bytejax.__version__}")
     return parser

@@ -87,7 +87,7 @@ def start(
     capacity: int,
     room: int,
 ) -> State:
-    """Processes the prompts and draws each row's first id.
+    """Processes the prompts and, where the bonus is "condition", draws each row's first id.
 
     ids [B, T] int32 padded on the right, lengths and limit [B] int32 (each >= 1), keys [B].
     capacity: committed positions the cache can hold, at least T and prompt + limit; room: at least every limit.

@@ -20,6 +20,7 @@ from bytejax.models.llama import Llama
 from bytejax.models.lora import Adapter
 from bytejax.parameters import Params
 
+FIRST, LATER = 0, 1  # which drafts a key is for
 GREEDY_RULES = ("sequential", "joint")
 
 
@@ -27,7 +28,8 @@ class CircuitDrafter(Drafter):
     """Drafts from a circuit whose parameters a head computes from the target's hidden state. Made by `create`.
 
     weights, config: the head's. State: the features [B, D] of the last committed position.
-    draft_tokens: bytes per block after the root, at most window - 1; what a head could draft beyond is summed out.
+    draft_tokens: bytes per block after the root, at most window - 1; what a head could draft beyond is summed out. A
+        block without a root has one draft more, in the root's place.
     greedy_rule: how drafts are chosen in greedy decoding: "sequential" (arg-max of each conditional) or "joint" (the
         reference's exact maximum over bytes and latents together, of the whole window).
     adapter: of the target's last layers, where the head reads a draft stream of its own instead of the target's states.
@@ -92,6 +94,7 @@ class CircuitDrafter(Drafter):
         theta, circuit, log_q = self._theta(state, root, warp), self.config.circuit, None
         if not warp.greedy:
             theta = theta._replace(leaves=theta.leaves[:, : self.block_width])
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, LATER)
             drafts, log_q = jax.vmap(circuit.sample_with_conditionals)(theta, keys, root)
             log_q = log_q.at[:, 0].set(log_q1) if first_is_draft else log_q[:, 1:]
         elif jointly:
@@ -107,7 +110,7 @@ class CircuitDrafter(Drafter):
         """Byte 1 and, where it is sampled, its law. -> [B], [B, V] or None."""
         if warp.greedy:
             return self.config.circuit.greedy(theta)[:, 0], None
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, FIRST)
         drafts, log_q = jax.vmap(self.config.circuit.sample_with_conditionals)(theta, keys)
         return drafts[:, 0], log_q[:, 0]
 

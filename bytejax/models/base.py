@@ -139,7 +139,8 @@ class Target(struct.PyTreeNode, abc.ABC):
         """One pass over a block. The cache, as a value, is unchanged: `commit` decides what stays.
 
         adapter: what makes a second, *draft* stream of the target's last layers (see `models.lora`), with caches of its
-        own; its last states are the tap "draft", and the target's own stream is as without. None for no such stream.
+        own; its last states are the tap "draft". The target's own stream is as without, up to rounding. None for no
+        such stream.
         """
 
     @abc.abstractmethod

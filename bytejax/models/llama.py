@@ -148,17 +148,21 @@ class Llama(Target):
 
     def stacked(self) -> "Llama":
         """The same model with its layers stacked, as they are saved and trained."""
-        c = self.config
-        if not isinstance(self.params["layers"], tuple):
+        layers = self.params["layers"]
+        if not isinstance(layers, tuple):
             return self
+        return self._with_layers(jax.tree.map(lambda *x: jnp.stack(x), *map(self.layer, range(len(layers)))))
+
+    def layer(self, index: int) -> dict[str, jax.Array]:
+        """One layer's parameters, with the names and shapes of `table`, however they are held."""
+        c, layers = self.config, self.params["layers"]
+        if not isinstance(layers, tuple):
+            return {name: x[index] for name, x in layers.items()}
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-
-        def apart(layer):
-            kept = {name: x for name, x in layer.items() if name not in ("qkv", "gate_up")}
-            parts = jnp.split(layer["qkv"], [q, q + kv], -1) + jnp.split(layer["gate_up"], 2, -1)
-            return kept | dict(zip(("q", "k", "v", "gate", "up"), parts, strict=True))
-
-        return self._with_layers(jax.tree.map(lambda *x: jnp.stack(x), *map(apart, self.unrolled().params["layers"])))
+        layer = jax.tree.map(L.without_panels, layers[index])
+        kept = {name: x for name, x in layer.items() if name not in ("qkv", "gate_up")}
+        parts = jnp.split(layer["qkv"], [q, q + kv], -1) + jnp.split(layer["gate_up"], 2, -1)
+        return kept | dict(zip(("q", "k", "v", "gate", "up"), parts, strict=True))
 
     def layouts(self) -> dict[str, "Llama"]:
         layers = self.params["layers"]

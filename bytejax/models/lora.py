@@ -64,16 +64,16 @@ def create(params: Params, target: llama.Llama, merged: bool = False) -> Adapter
     """The adapters `params` (see `table`) beside `target`, whose last layers they belong to; differentiable in both.
 
     merged: draft layers with kernels of their own, W + a b. They are read beside the target's in every pass, which
-    costs memory traffic; not merged, both streams share one product with W.
+    costs memory traffic; not merged, both streams share one product with W. Its twice as many rows may change the last
+    bits of the target's own stream too.
     """
-    count = jax.tree.leaves(params)[0].shape[0]
+    count, dtype = jax.tree.leaves(params)[0].shape[0], target.params["embedding"].dtype
     apart = L.unstack(jax.tree.map(jnp.asarray, params))
     if merged:
         base = target.unrolled().params["layers"][-count:]
         return Adapter(tuple(map(_merged, base, apart)), True)
-    return Adapter(
-        tuple({name: _side_by_side([p[n] for n in names]) for name, names in JOINED.items()} for p in apart), False
-    )
+    joined = tuple({name: _side_by_side([p[n] for n in names]) for name, names in JOINED.items()} for p in apart)
+    return Adapter(jax.tree.map(lambda x: x.astype(dtype), joined), False)
 
 
 def _side_by_side(adapters: list[Params]) -> Params:

@@ -3,6 +3,7 @@
 Unknown keys, wrong types, impossible values and missing files end in one `InputError` line that names the key.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -20,6 +21,7 @@ SOURCES = ("stdlib", "files")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("float32", "bfloat16")
+OF_HEADS = "kl, windows, first_weight"
 CIRCUITS = ("ff", "cp", "hmm", "btree")
 
 
@@ -218,6 +220,8 @@ def to_values(config: Config) -> dict[str, Any]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Keys whose values make two runs incompatible, as "key: old -> new"."""
+    with contextlib.suppress(InputError):
+        old = to_values(from_values(old))  # a key that did not exist yet had its default
     a, b = (_flat({k: v for k, v in x.items() if k not in FREE_TO_CHANGE}) for x in (old, new))
     return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
@@ -284,6 +288,10 @@ def _task(c: Config) -> list[tuple[bool, str]]:
     checks = [
         (is_target and a is None, "task target needs the section architecture"),
         (is_target and (bool(c.heads) or c.target is not None), "task target takes neither heads nor target; use mtp"),
+        (
+            is_target and (c.kl > 0 or c.windows is not None or c.first_weight != 1),
+            f"task target takes none of {OF_HEADS}",
+        ),
         (not is_target and not c.heads, "task head needs at least one entry under heads"),
         (not is_target and c.target is None, "task head needs target: the directory of a trained target"),
         (not is_target and (a is not None or c.mtp is not None), "task head takes neither architecture nor mtp"),

@@ -18,7 +18,6 @@ class Log:
     """Appends JSON lines and keeps the screen up to date. Used as a context manager.
 
     first: the step that the run continues from; what an interrupted run recorded after it is dropped.
-    lowest_loss: of the validations recorded so far on the same batches, None where there is none.
     """
 
     def __init__(self, path: Path, steps: int, first: int, console: Console | None = None):
@@ -27,7 +26,7 @@ class Log:
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
         self._task = self._bar.add_task("training", total=steps, completed=first, text="compiling")
         self._steps, self._first, self._began = steps, first, time.monotonic()
-        self._board, self.lowest_loss = None, None
+        self._board, self._lowest = None, {}
 
     def __enter__(self) -> "Log":
         before = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
@@ -35,8 +34,8 @@ class Log:
         self._path.write_text("".join(kept))
         self._file = self._path.open("a")
         for record in map(json.loads, kept):
-            if record["kind"] == "validation" and not record["whole"]:
-                self._note_loss(record)
+            if record["kind"] == "validation":
+                self._improved(record)
         if importlib.util.find_spec("tensorboardX"):
             from tensorboardX import SummaryWriter
 
@@ -64,21 +63,25 @@ class Log:
             left = (time.monotonic() - self._began) / max(done - self._first, 1) * (self._steps - done)
             self.say(f"step {done}/{self._steps}  {text}  left {duration(left)}")
 
-    def validation(self, metrics: Mapping[str, float], whole: bool) -> bool:
-        """One validation record, of all held-out bytes (`whole`) or of the batches that are always the same ones.
+    def validation(self, metrics: Mapping[str, float], batches: int | None) -> list[str]:
+        """One validation record, on so many batches, None for all there are.
 
-        -> whether it is one of the latter with the lowest loss so far.
+        -> the members whose loss is lower than in any earlier record on as many batches.
         """
-        self._write({"kind": "validation", "whole": whole} | dict(metrics))
+        record = {"kind": "validation", "batches": batches} | dict(metrics)
+        self._write(record)
         shown = "  ".join(f"{k} {x:.3f}" for k, x in metrics.items() if k.endswith("bits_per_byte"))
         self.say(f"step {int(metrics['step'])}  held out: {shown}")
-        return not whole and self._note_loss(metrics)
+        return self._improved(record)
 
-    def _note_loss(self, metrics: Mapping[str, float]) -> bool:
-        loss = sum(x for k, x in metrics.items() if k.startswith("loss/"))
-        lower = self.lowest_loss is None or loss < self.lowest_loss
-        self.lowest_loss = loss if lower else self.lowest_loss
-        return lower
+    def _improved(self, record: Mapping[str, object]) -> list[str]:
+        better = []
+        for key, loss in record.items():
+            name, same = key.removeprefix("loss/"), (key, record.get("batches"))
+            if name != key and math.isfinite(float(loss)) and float(loss) < self._lowest.get(same, math.inf):
+                self._lowest[same] = float(loss)
+                better.append(name)
+        return better
 
     def say(self, text: str) -> None:
         """A line for people."""
@@ -89,7 +92,7 @@ class Log:
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for name, x in record.items():
-            if self._board and name not in ("kind", "step", "whole"):
+            if self._board and name not in ("kind", "step", "batches"):
                 self._board.add_scalar(f"{record['kind']}/{name}", x, int(record["step"]))
 
 

@@ -17,9 +17,8 @@ from bytejax import circuits, loading, parameters, tokenizers
 from bytejax.circuits import head as heads
 from bytejax.circuits.grow import from_shorter
 from bytejax.circuits.head import HeadConfig
-from bytejax.errors import InputError
+from bytejax.errors import InputError, input_errors_of
 from bytejax.models import llama, lora
-from bytejax.parameters import Params
 from bytejax.training import losses
 from bytejax.training.config import Config
 from bytejax.training.data import Batch
@@ -40,8 +39,8 @@ class Task:
     decayed: the same trees of bools, True where weight decay applies.
     frozen: a pytree that the losses read and nothing changes.
     loss: (params, frozen, batch) -> (loss in nats of each member, further metrics), see `step.make_step`.
-    estimate: (params, frozen, batch) -> metrics of a validation batch beside the loss, or None.
-    export: writes the members below a directory, ready for decoding.
+    held_out: the same for a batch of validation: all windows count, and heads get expected accept lengths.
+    export: writes the given members, all or some, below a directory, ready for decoding.
     headline: name of the metric in bits per byte that stands for the run.
     identity: what besides config and corpus the run depends on, for telling its checkpoints from others'.
     """
@@ -50,7 +49,7 @@ class Task:
     decayed: Members
     frozen: Any
     loss: Callable[[Members, Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
-    estimate: Callable[[Members, Any, Batch], dict[str, jax.Array]] | None
+    held_out: Callable[[Members, Any, Batch], tuple[dict[str, jax.Array], dict[str, jax.Array]]]
     export: Callable[[Path, Members], None]
     headline: str
     identity: dict[str, str]
@@ -92,7 +91,7 @@ def _target_task(config: Config) -> Task:
             loading.save_head(directory / OWN_HEADS, head, members["target"]["mtp"])
 
     init = {"target": parameters.init(table, jax.random.key(config.seed))}
-    return Task(init, {"target": decayed(table)}, (), loss, None, export, "bits_per_byte", {})
+    return Task(init, {"target": decayed(table)}, (), loss, loss, export, "bits_per_byte", {})
 
 
 def _head_task(config: Config) -> Task:
@@ -104,83 +103,73 @@ def _head_task(config: Config) -> Task:
         )
     matrices, key = own_heads(directory, target), jax.random.key(config.seed)
     configs, init, masks, kept = {}, {}, {}, {}  # kept: heads that do not change, under the adapters that do
+    digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
+    identity = {"target_sha256": digest}
     for name, h in config.heads.items():
         circuit = circuits.make(h.circuit, h.window, h.rank)
         configs[name] = c = HeadConfig(circuit, target.width, target.vocab, h.adapter_rank, h.feed_width)
         table = heads.table(c)
         head = heads.from_unembeddings(parameters.init(table, key), c, matrices)
         if h.start is not None:
-            head = from_shorter(head, c, *_started(f"heads.{name}.start", h.start))
+            with input_errors_of(f"heads.{name}.start"):
+                short_config, short, identity[f"{name}_start_sha256"] = loading.load_start(h.start)
+                head = from_shorter(head, c, short, short_config)
         (kept if h.freeze_head else init)[name] = head
         masks[name] = {} if h.freeze_head else decayed(table)
         if h.lora_layers:
-            adapters = {LORA: lora.table(lora.LoraConfig(h.lora_layers, h.lora_rank), target.config)}
+            with input_errors_of(f"heads.{name}.lora_layers"):
+                adapters = {LORA: lora.table(lora.LoraConfig(h.lora_layers, h.lora_rank), target.config)}
             init[name] = init.get(name, {}) | parameters.init(adapters, key)
             masks[name] |= decayed(adapters)
 
-    def loss(params, frozen, batch):
-        model, nats, extra = cast(frozen["target"], dtype), {}, {}
+    def each(params, frozen, batch):
+        """(name, config, parameters, hidden states) of every head, and the target. What they share is computed once."""
+        model = cast(frozen["target"], dtype)
         for name, h in configs.items():
             p = cast(params[name] | frozen["heads"].get(name, {}), dtype)
             adapter = lora.create(p.pop(LORA), model) if LORA in p else None
-            hidden = model.states(batch["ids"], adapter)  # what heads have in common is computed once
-            positions = _sampled_windows(config, batch)
-            ce, kl = window_nats(p, h, hidden, batch["labels"], config, positions), 0.0
-            extra[f"{name}/bits_per_byte"] = ce / NATS_PER_BIT
-            if config.kl:
-                kl = _window_kl(p, h, hidden, batch["labels"], laws(model, batch), config, positions)
-                extra[f"{name}/kl_bits"] = kl / NATS_PER_BIT
-            nats[name] = config.kl * kl + (1 - config.kl) * ce
-        return nats, extra
+            yield name, h, p, model.states(batch["ids"], adapter), model
 
     def laws(model, batch):
         """The target's log-probabilities of every label."""
         return jax.nn.log_softmax(model.unembed(model.states(batch["ids"])))
 
-    def estimate(params, frozen, batch):
-        model, metrics = cast(frozen["target"], dtype), {}
-        for name, h in configs.items():
-            p = cast(params[name] | frozen["heads"].get(name, {}), dtype)
-            adapter = lora.create(p.pop(LORA), model) if LORA in p else None
-            hidden = model.states(batch["ids"], adapter)
+    def loss(params, frozen, batch, positions=None):
+        nats, metrics = {}, {}
+        labels = batch["labels"]
+        settings = {"gamma": config.gamma, "chunk": config.chunk, "first": config.first_weight, "positions": positions}
+        settings["boundaries"] = tokenizers.DEMO.stop
+        for name, h, p, hidden, model in each(params, frozen, batch):
+            ce, kl = losses.window_loss(p, h, hidden, labels, **settings)[0] / sequences(labels), 0.0
+            metrics[f"{name}/bits_per_byte"] = ce / NATS_PER_BIT
+            if config.kl:
+                kl = window_kl(p, h, hidden, labels, laws(model, batch), **settings)[0] / sequences(labels)
+                metrics[f"{name}/kl_bits"] = kl / NATS_PER_BIT
+            nats[name] = config.kl * kl + (1 - config.kl) * ce
+        return nats, metrics
+
+    def held_out(params, frozen, batch):
+        nats, metrics = loss(params, frozen, batch)
+        for name, h, p, hidden, model in each(params, frozen, batch):
             lengths = expected_accept_lengths(p, h, hidden, batch["labels"], laws(model, batch), ESTIMATE_STRIDE)
             metrics |= {f"{name}/accept_length_{kind}": x for kind, x in lengths.items()}
-        return metrics
+        return nats, metrics
 
     def export(directory: Path, members: Members) -> None:
-        for name, h in configs.items():
-            p = dict(members[name])
-            if (adapters := p.pop(LORA, None)) is None:
-                loading.save_head(directory / name, h, p)
+        for name, member in members.items():
+            p, h = dict(member), config.heads[name]
+            adapters = p.pop(LORA, None)
+            if adapters is None:
+                loading.save_head(directory / name, configs[name], p)
+            elif name in kept and loading.ships_head(h.start, h.window):
+                loading.save_lora(directory / name, target, adapters, h.start)
             else:
-                head = config.heads[name].start if name in kept else (h, p)
-                loading.save_lora(directory / name, target, adapters, head)
+                loading.save_lora(directory / name, target, adapters, (configs[name], kept.get(name, p)))
 
-    headline = f"{next(iter(configs))}/bits_per_byte"
-    digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
     frozen = {"target": target.unrolled(), "heads": kept}
-    return Task(init, masks, frozen, loss, estimate, export, headline, {"target_sha256": digest})
-
-
-def window_nats(
-    params: Params,
-    head: HeadConfig,
-    hidden: jax.Array,
-    labels: jax.Array,
-    config: Config,
-    positions: jax.Array | None,
-) -> jax.Array:
-    """Window loss in nats per byte, the mean over the sequences that have labels. hidden [B, T, d], labels [B, T]."""
-    stop = tokenizers.DEMO.stop
-    arguments = (params, head, hidden, labels, config.gamma, config.chunk, stop, config.first_weight, positions)
-    return losses.window_loss(*arguments)[0] / sequences(labels)
-
-
-def _window_kl(params, head, hidden, labels, laws, config: Config, positions) -> jax.Array:
-    """The same of the divergence from the target's laws [B, T, v]."""
-    stop = tokenizers.DEMO.stop
-    arguments = (params, head, hidden, labels, laws, config.gamma, config.chunk, stop, config.first_weight, positions)
-    return window_kl(*arguments)[0] / sequences(labels)
+    sampled = lambda params, frozen, batch: loss(params, frozen, batch, _sampled_windows(config, batch))
+    headline = f"{next(iter(configs))}/bits_per_byte"
+    return Task(init, masks, frozen, sampled, held_out, export, headline, identity)
 
 
 def sequences(labels: jax.Array) -> jax.Array:
@@ -196,14 +185,6 @@ def _sampled_windows(config: Config, batch: Batch) -> jax.Array | None:
     key = jax.random.fold_in(jax.random.key(config.seed), jnp.sum(batch["ids"].astype(jnp.uint32)))
     order = jax.vmap(lambda k: jax.random.permutation(k, t))(jax.random.split(key, b))
     return jnp.sort(order[:, : config.windows], axis=1)
-
-
-def _started(key: str, source: str) -> tuple[Params, HeadConfig]:
-    directory = loading.drafter_directory(source)
-    if directory is None:
-        raise InputError(f"{key}={source} is neither a directory nor a head that ships with the package")
-    config, params = loading.load_head(directory)
-    return params, config
 
 
 def own_heads(directory: Path, target: llama.Llama) -> jax.Array:

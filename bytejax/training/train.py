@@ -98,7 +98,7 @@ class _Loop:
         c = self.config
         train_step = step.make_step(self.task.loss, self.optimizers, c.optimizer.ema, c.data.accumulate)
         rate = optimizer.schedule(c.optimizer, c.steps)
-        self._validate_step = jax.jit(self._held_out)
+        self._validate_step = jax.jit(self.task.held_out)
         began = written = tick = time.monotonic()
         validation, at, asked, compiled = {}, int(state.step), 0, False
         while at < c.steps and not stop.requested:
@@ -117,9 +117,8 @@ class _Loop:
                 self.log.step({"step": at, "learning_rate": float(rate(at - 1))} | out | speed, self.task.headline)
                 tick, asked = now, 0
             if at % c.validation.every_steps == 0 or at == c.steps:
-                validation, is_best = self._validate(state, c.validation.batches)
-                if is_best:
-                    self.task.export(Path(c.workdir) / "best", state.exported)
+                validation, lowest = self._validate(state, c.validation.batches)
+                self.task.export(Path(c.workdir) / "best", {name: state.exported[name] for name in lowest})
                 if at == c.steps:
                     validation, _ = self._validate(state, None)
                 tick, asked = time.monotonic(), 0
@@ -139,24 +138,19 @@ class _Loop:
         self.store.save(state, self.record | {"data": self.batches.get_state()})
         self.task.export(Path(self.config.workdir) / "export", state.exported)
 
-    def _validate(self, state: step.State, count: int | None) -> tuple[dict[str, float], bool]:
-        """Metrics on `count` batches, or on all, and whether the loss on the former is the lowest so far."""
+    def _validate(self, state: step.State, count: int | None) -> tuple[dict[str, float], list[str]]:
+        """Metrics on `count` batches, or on all; and the members whose loss on so many is the lowest so far."""
         d = self.config.data
         totals: dict[str, float] = {}
         labels = 0
         for batch in data.validation_batches(self.texts.held_out, d.sequence_length, d.batch, count):
             n = int((batch["labels"] != losses.IGNORE).sum())
-            for k, x in self._validate_step(state.exported, self.task.frozen, batch).items():
+            nats, extra = self._validate_step(state.exported, self.task.frozen, batch)
+            for k, x in ({f"loss/{k}": x for k, x in nats.items()} | extra).items():
                 totals[k] = totals.get(k, 0.0) + float(x) * n
             labels += n
         result = {k: x / labels for k, x in totals.items()} if labels else {}
-        is_best = bool(result) and self.log.validation({"step": int(state.step)} | result, whole=count is None)
-        return result, is_best
-
-    def _held_out(self, params: step.Members, frozen: Any, batch: data.Batch) -> dict[str, jax.Array]:
-        nats, extra = self.task.loss(params, frozen, batch)
-        estimates = self.task.estimate(params, frozen, batch) if self.task.estimate else {}
-        return {f"loss/{k}": x for k, x in nats.items()} | extra | estimates
+        return result, self.log.validation({"step": int(state.step)} | result, count) if result else []
 
     def _diverge(self, state: step.State, out: dict[str, float]) -> None:
         bad = ", ".join(f"{k} {x}" for k, x in out.items() if not np.isfinite(x))

@@ -49,6 +49,13 @@ def test_values_of_a_new_root_start_apart():
     np.testing.assert_allclose(rows - fresh["sums"][block], jnp.broadcast_to(short["sums"][:1], rows.shape), atol=1e-6)
 
 
+@pytest.mark.parametrize(("m", "n"), [(5, 8), (4, 6), (8, 12), (1, 4)])
+def test_a_tree_in_which_the_shorter_one_is_no_region(m, n):
+    fresh, config = make("btree", n, 5)
+    with pytest.raises(InputError, match=f"no region of the first {m} bytes"):
+        from_shorter(fresh, config, *make("btree", m, 0))
+
+
 @pytest.mark.parametrize(
     ("short", "message"),
     [

@@ -5,6 +5,7 @@ import pytest
 
 import bytejax
 from bytejax.decoding import generate as g
+from bytejax.decoding import loop
 from bytejax.drafters.base import Autoregressive
 from tests.decoding.tiny import Oracle, make_drafter, make_target, near_tie
 
@@ -52,12 +53,14 @@ def test_a_bare_prompt_is_refused():
         bytejax.generate(make_target(), b"abc")
 
 
+@pytest.mark.parametrize("bonus", loop.BONUS)
 @pytest.mark.parametrize("window", [2, 3, 7])
-def test_oracle_drafts_cross_every_accept_length(window):
+def test_oracle_drafts_cross_every_accept_length(window, bonus):
     target = make_target()
     plain = bytejax.generate(target, PROMPTS, max_new_tokens=80)
     oracle = Oracle(truth=jnp.asarray(plain.ids), width=window)
-    drafted = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=80)
+    drafted = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=80, bonus=bonus)
+    assert window == 2 or sum(n > 0 for n in drafted.stats.accept_histogram) >= 3
     for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
         assert a == b or near_tie(target, prompt, a, b)
     assert drafted.stats.target_forwards < plain.stats.target_forwards
@@ -77,26 +80,28 @@ def test_accept_length_counts_kept_tokens_per_target_pass(right, length):
     assert sum(drafted.from_draft[0]) == 60 * right // (right + 1)
 
 
-def test_a_stop_id_inside_a_block_ends_the_row_there():
+@pytest.mark.parametrize("bonus", loop.BONUS)
+def test_a_stop_id_inside_a_block_ends_the_row_there(bonus):
     free = bytejax.generate(make_target(), PROMPTS[:2], max_new_tokens=60)
     for position in range(20, 28):  # every place in a block, whatever the accept lengths before it
         stop = free.ids[0][position]
         expected = free.ids[0][: free.ids[0].index(stop) + 1]
         target = make_target(stop=(stop,))
         oracle = Oracle(truth=jnp.asarray(free.ids), width=5)
-        result = bytejax.generate(target, PROMPTS[:2], drafter=oracle, max_new_tokens=60)
+        result = bytejax.generate(target, PROMPTS[:2], drafter=oracle, max_new_tokens=60, bonus=bonus)
         assert result.ids[0] == expected
         assert result.finish_reasons[0] == "stop"
         if stop not in free.ids[1]:
             assert result.ids[1] == free.ids[1] and result.finish_reasons[1] == "length"
 
 
-def test_rows_have_their_own_limits_and_the_context_ends_them():
+@pytest.mark.parametrize("bonus", loop.BONUS)
+def test_rows_have_their_own_limits_and_the_context_ends_them(bonus):
     target = make_target(context=40)
     free = bytejax.generate(target, PROMPTS, max_new_tokens=100)
     assert [len(x) for x in free.ids] == [40 - len(p) for p in PROMPTS]
     oracle = Oracle(truth=jnp.pad(jnp.asarray([x[:20] for x in free.ids]), ((0, 0), (0, 30))), width=6)
-    limited = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=[1, 2, 7, 19])
+    limited = bytejax.generate(target, PROMPTS, drafter=oracle, max_new_tokens=[1, 2, 7, 19], bonus=bonus)
     assert limited.ids == [x[:n] for x, n in zip(free.ids, [1, 2, 7, 19], strict=True)]
     assert limited.finish_reasons == ["length"] * 4
 
@@ -138,6 +143,14 @@ def test_a_draft_stream_of_its_own_is_lossless(layers, merged, bonus):
     drafted = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter, bonus=bonus)
     for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
         assert a == b or near_tie(target, prompt, a, b)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_draft_stream_in_layers_of_its_own_leaves_the_targets_bits_alone(dtype):
+    target = make_target(dtype=dtype)
+    padded = bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=Autoregressive(width=5))
+    drafter = make_drafter(target, "btree", lora_layers=2, merged=True)
+    assert bytejax.generate(target, PROMPTS, max_new_tokens=50, drafter=drafter).ids == padded.ids
 
 
 def test_merged_adapters_draft_the_same_bytes():

@@ -129,12 +129,16 @@ def test_the_published_cycle_is_noticed():
     assert p_value(draw(target, drafter, temperature=1.0, bonus="paper"), exact_law(target, 1.0)) < 1e-6
 
 
-@pytest.mark.parametrize(("name", "rule"), [(name, "sequential") for name in NAMES] + [("cp", "joint")])
-def test_a_row_samples_the_same_alone_and_in_a_ragged_batch(name, rule):
+@pytest.mark.parametrize(
+    ("name", "rule", "bonus"),
+    [(name, "sequential", "condition") for name in NAMES]
+    + [("cp", "joint", "condition"), ("hmm", "sequential", "carry"), ("btree", "sequential", "standard")],
+)
+def test_a_row_samples_the_same_alone_and_in_a_ragged_batch(name, rule, bonus):
     target = make_target(stop=(5,))
     drafter = make_drafter(target, name, draft_tokens=3, greedy_rule=rule)
     prompts = [[1, 2, 3], [4] * 17, list(range(20)), [7]]
-    options = dict(drafter=drafter, max_new_tokens=40, temperature=0.9, top_p=0.95, seed=11)
+    options = dict(drafter=drafter, max_new_tokens=40, temperature=0.9, top_p=0.95, seed=11, bonus=bonus)
     together = bytejax.generate(target, prompts, **options)
     for i, prompt in enumerate(prompts):
         alone = bytejax.generate(target, [prompt], **options)

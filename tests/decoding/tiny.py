@@ -55,7 +55,7 @@ def make_drafter(target, name, draft_tokens=None, greedy_rule="sequential", lora
 class Oracle(Drafter):
     """Knows the target's greedy text and drafts it rightly for a number of bytes that varies from cycle to cycle.
 
-    truth: [B, L] int32, each row's whole greedy continuation. State: [B] int32, index of the root in it.
+    truth: [B, L] int32, each row's whole greedy continuation. State: [B] int32, index in it of the block's first row.
     """
 
     truth: jax.Array
@@ -66,18 +66,26 @@ class Oracle(Drafter):
     def block_width(self):
         return self.width
 
+    @property
+    def drafts_first(self):
+        return True
+
     def init(self, target, prefilled, ids, lengths):
         return jnp.zeros_like(lengths)
 
     def propose(self, state, root, keys, warp):
-        offsets = jnp.arange(1, self.width)
+        offsets = jnp.arange(self.width)
         noise = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(0), i)))(state)
         right = (noise % self.width).astype(jnp.int32) if self.right is None else jnp.full_like(state, self.right)
         index = jnp.minimum(state[:, None] + offsets, self.truth.shape[1] - 1)
         drafts = jnp.take_along_axis(self.truth, index, axis=1)
         wrong = (drafts + 1) % 2  # some other id
         drafts = jnp.where(offsets <= right[:, None], drafts, jnp.where(wrong == drafts, wrong + 2, wrong))
-        return Draft(Block.chain(jnp.concatenate([root[:, None], drafts], axis=1)))
+        if root is not None:
+            return Draft(Block.chain(drafts.at[:, 0].set(root)))
+        shifted = jnp.where(right[:, None] == 0, jnp.where(wrong == drafts, wrong + 2, wrong), drafts)
+        block = Block.chain(shifted)
+        return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)))
 
     def observe(self, state, target, block, extended, path, accepted):
         return state + accepted

@@ -81,6 +81,23 @@ def test_a_tree_moves_the_draft_streams_rows_too():
     np.testing.assert_allclose(got, target.states(ids, adapter)[jnp.arange(2), cache.lengths], atol=2e-4)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_bfloat16_stays_bfloat16_under_float32_adapters(merged):
+    target = make("untied", jnp.bfloat16).unrolled()
+    adapter = lora.create(adapters(target, 2), target, merged)
+    ids = random_ids(target, 2, 9)
+    prefilled, cache = target.prefill(ids, jnp.asarray([9, 4]), target.init_cache(2, 40, 3, adapter), adapter)
+    extended = target.extend(Block.chain(ids[:, :3]), cache, adapter)
+    for x in (prefilled, extended):
+        assert x.hidden.dtype == x.taps["draft"].dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves((cache.k, cache.draft_k))} == {jnp.dtype(jnp.bfloat16)}
+    whole = target.states(ids, adapter)
+    assert whole.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        prefilled.taps["draft"][0, 0].astype(jnp.float32), whole[0, 8].astype(jnp.float32), atol=0.1
+    )
+
+
 def test_untrained_adapters_change_nothing():
     target = make("tied").unrolled()
     params = parameters.init(lora.table(lora.LoraConfig(2, 4), target.config), jax.random.key(0))

@@ -46,6 +46,7 @@ def test_overrides_reach_every_level(path):
         ("task=head", "needs at least one entry under heads"),
         ("data.accumulate=3", "data.accumulate=3 must divide data.batch=2"),
         ("windows=33", "windows=33 is more than data.sequence_length=32"),
+        ("kl=0.5", "task target takes none of kl"),
         ("kl=1.5", "kl=1.5 must be between 0 and 1"),
         ("first_weight=-1", "first_weight=-1.0 must be between 0 and 1"),
         ("heads.a.circuit=ff", "missing heads.a.adapter_rank, heads.a.rank, heads.a.window"),
