@@ -118,7 +118,8 @@ class _Loop:
                 tick, asked = now, 0
             if at % c.validation.every_steps == 0 or at == c.steps:
                 validation, lowest = self._validate(state, c.validation.batches)
-                self.task.export(Path(c.workdir) / "best", {name: state.exported[name] for name in lowest})
+                if lowest:
+                    self.task.export(Path(c.workdir) / "best", {name: state.exported[name] for name in lowest})
                 if at == c.steps:
                     validation, _ = self._validate(state, None)
                 tick, asked = time.monotonic(), 0
