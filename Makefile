@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 .PHONY: demo test clean
 
 demo: $(VENV)/installed
-	$(PY) decode.py --compare < /dev/null
+	$(PY) decode.py --compare --draft-tokens 4 < /dev/null
 
 test: $(VENV)/installed-for-tests
 	$(PY) -m ruff check .

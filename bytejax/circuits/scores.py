@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from bytejax.circuits.head import ADAPTED, HeadConfig, wide_dtype
 from bytejax.parameters import Params
 
+COMPONENTS = 32  # at once: their gradient is summed apart before it is written
+
 
 def leaf_scores(
     params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array, windows: jax.Array, chunk: int
@@ -19,29 +21,37 @@ def leaf_scores(
     """Log-probability of each window's bytes under each component, without ever holding all the logits.
 
     hidden and late (see `fed`) [C, d]; windows [C, n] int, negative where ignored (the score is then 0); chunk: how
-    many of the C positions at once -> [C, n, r], at least float32. One place in the window is done at a time, `chunk`
-    positions of it at a time, so that the logits alive are [r, v, chunk], forwards and backwards; a gradient is summed
-    in float32.
+    many of the C positions at once -> [C, n, r], at least float32. One place in the window is done at a time (of a full
+    head at most COMPONENTS of its components), `chunk` positions of it at a time, so that the logits alive are
+    [r, v, chunk], forwards and backwards; a gradient is summed in float32.
     """
+    n, r = config.circuit.window, config.circuit.rank
     chunks = -(-hidden.shape[0] // chunk)
     padding = chunks * chunk - hidden.shape[0]
     x = jnp.pad(windows.T, ((0, 0), (0, padding)), constant_values=-1).reshape(-1, chunks, chunk)
     split = lambda h: jnp.pad(h, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
     leaf = {name: params[name] for name in (("leaves",) if config.adapter_rank is None else ADAPTED)}
-    scores = _place_scores(leaf, (split(hidden),) if hidden is late else (split(hidden), split(late)), x)
-    return scores.transpose(1, 3, 0, 2).reshape(chunks * chunk, config.circuit.window, -1)[: hidden.shape[0]]
+    parts = r // COMPONENTS if config.adapter_rank is None and r % COMPONENTS == 0 else 1
+    if parts > 1:
+        leaf = {"leaves": params["leaves"].reshape(n * parts, COMPONENTS, *params["leaves"].shape[2:])}
+    first = jnp.repeat(jnp.arange(n) == 0, parts)
+    features = (split(hidden),) if hidden is late else (split(hidden), split(late))
+    scores = _place_scores(leaf, features, (jnp.repeat(x, parts, axis=0), first))  # [n parts, chunks, r / parts, chunk]
+    return scores.transpose(1, 3, 0, 2).reshape(chunks * chunk, n, r)[: hidden.shape[0]]
 
 
 @jax.custom_vjp
-def _place_scores(leaf: Mapping[str, jax.Array], features: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-    """leaf: weights, n leading; features: of place 1 and of the others, or of all; x -> scores [n, chunks, r, chunk].
+def _place_scores(
+    leaf: Mapping[str, jax.Array], features: tuple[jax.Array, ...], labels: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """leaf: weights, n leading; features: of place 1 and of the others, or of all -> scores [n, chunks, r, chunk].
 
-    features [chunks, chunk, d] each, x [n, chunks, chunk].
+    features [chunks, chunk, d] each; labels: x [n, chunks, chunk], and which of the n are of place 1, [n] bool.
     """
-    return _place_scores_forward(leaf, features, x)[0]
+    return _place_scores_forward(leaf, features, labels)[0]
 
 
-def _place_scores_forward(leaf, features, x):
+def _place_scores_forward(leaf, features, labels):
     def step(weights, batch):
         hidden, x = batch
         logits = _chunk_logits(weights, hidden)
@@ -53,13 +63,13 @@ def _place_scores_forward(leaf, features, x):
         weights, x, first = xs
         return None, jax.lax.scan(step, weights, (_features_of(features, first), x))[1]
 
-    scores, totals = jax.lax.scan(place, None, (leaf, x, jnp.arange(x.shape[0]) == 0))[1]
-    return scores, (leaf, features, x, totals)
+    scores, totals = jax.lax.scan(place, None, (leaf, *labels))[1]
+    return scores, (leaf, features, labels, totals)
 
 
 def _place_scores_backward(saved, cotangent):
     # Only the log-normalisers were kept: the logits are made again, a chunk of a place at a time.
-    leaf, features, x, totals = saved
+    leaf, features, (x, first), totals = saved
     widened = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, wide_dtype(a)), tree)
 
     def place(carry, xs):
@@ -81,7 +91,7 @@ def _place_scores_backward(saved, cotangent):
             carry = carry[0] + jnp.where(first, hidden_bar, 0), carry[1] + jnp.where(first, 0, hidden_bar)
         return carry, jax.tree.map(lambda s, w: s.astype(w.dtype), weights_bar, weights)
 
-    xs = (leaf, x, totals, cotangent, jnp.arange(x.shape[0]) == 0)
+    xs = (leaf, x, totals, cotangent, first)
     features_bar, leaf_bar = jax.lax.scan(place, widened(features), xs)
     return leaf_bar, jax.tree.map(lambda g, h: g.astype(h.dtype), features_bar, features), None
 
