@@ -8,7 +8,19 @@ from bytejax.cli.decode import PROMPT
 from bytejax.drafters.base import Autoregressive
 from tests.decoding.tiny import near_tie
 
-DRAFTERS = ["btree-16", "btree-8", "cp-16", "cp-8", "ff-16", "ff-32", "ff-8", "hmm-16", "hmm-8"]
+DRAFTERS = [
+    "btree-16",
+    "btree-16-lora-1",
+    "btree-16-lora-2",
+    "btree-8",
+    "cp-16",
+    "cp-8",
+    "ff-16",
+    "ff-32",
+    "ff-8",
+    "hmm-16",
+    "hmm-8",
+]
 LIMIT = 24 * 2**20  # bytes of all files together
 
 
