@@ -53,7 +53,7 @@ def test_speed_has_both_layouts(capsys):
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_cycles_are_compared_with_constant_drafts(capsys, temperature):
     first, second = rows(capsys, "cycles", "--drafters", "btree-8", "ff-8", "--temperature", temperature)
-    assert first["over_first"] == 1 and second["ms"] > 0 and 0.5 < first["over_constant"] < 5
+    assert first["over_first"] == 1 != second["over_first"] and min(second["ms"], second["constant_ms"]) > 0
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ class Llama(Target):
     def in_panels(self, columns: int = PANEL) -> "Llama":
         """The same model with its layers unrolled and their kernels in panels of so many outputs (`layers.in_panels`).
 
-        On CPU a single token costs what it does without, a block of a few rows down to half.
+        On CPU a single token costs what it does without, a block of a few rows less.
         """
         panels = lambda x: L.in_panels(x, columns) if x.ndim == 2 else x
         return self._with_layers(jax.tree.map(panels, self.unrolled().params["layers"]))

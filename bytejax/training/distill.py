@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from bytejax.circuits import head
 from bytejax.circuits.head import HeadConfig
 from bytejax.parameters import Params
-from bytejax.training.losses import IGNORE, chunked, discounts, windows
+from bytejax.training.losses import IGNORE, chunked, discounts, taken, weighted_windows, windows
 
 
 def window_kl(
@@ -34,12 +34,9 @@ def window_kl(
     label is ignored counts nothing. Returns the loss [], a sum over sequences, and KL(target || head) per place [n].
     """
     n = config.circuit.window
-    x = windows(labels, n, boundaries)
-    where = jnp.broadcast_to(jnp.arange(labels.shape[1]), labels.shape)
-    if positions is not None:
-        x, hidden, where = (_take(a, positions) for a in (x, hidden, where))
-    valid = x != IGNORE
-    share = valid / jnp.maximum(jnp.sum(valid, 1), 1)[:, None]
+    x, share, _ = weighted_windows(labels, n, boundaries, positions)
+    hidden = taken(hidden, positions)
+    where = jnp.broadcast_to(jnp.arange(labels.shape[1]), labels.shape) if positions is None else positions
     rows = jnp.broadcast_to(jnp.arange(len(labels))[:, None], where.shape)
     flat = tuple(a.reshape(-1, *a.shape[2:]) for a in (hidden, x, share, rows, where))
     chunk = min(chunk, flat[0].shape[0])
@@ -90,8 +87,3 @@ def _conditionals(params: Params, config: HeadConfig, hidden: jax.Array, x: jax.
     """hidden [..., d], x [..., n] with IGNORE where unknown -> log q(. | x_<j) for every j, [..., n, v]."""
     theta = head.theta(params, config, hidden, x[..., 0])
     return config.circuit.conditionals(theta, jnp.maximum(x, 0), x != IGNORE)
-
-
-def _take(a: jax.Array, positions: jax.Array) -> jax.Array:
-    """a [B, T, ...] at positions [B, K] -> [B, K, ...]."""
-    return jnp.take_along_axis(a, positions.reshape(*positions.shape, *(1,) * (a.ndim - 2)), axis=1)

@@ -41,6 +41,26 @@ def discounts(n: int, gamma: float, first: float = 1.0) -> jax.Array:
     return powers / jnp.sum(powers)
 
 
+def taken(a: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """a [B, T, ...] at positions [B, K], or as it is for None."""
+    if positions is None:
+        return a
+    return jnp.take_along_axis(a, positions.reshape(*positions.shape, *(1,) * (a.ndim - 2)), axis=1)
+
+
+def weighted_windows(
+    labels: jax.Array, n: int, boundaries: Sequence[int], positions: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The windows [B, K, n] that count; each label's share among its place's in the sequence; the number of those.
+
+    labels [B, T], positions [B, K] or None for all.
+    """
+    x = taken(windows(labels, n, boundaries), positions)
+    valid = x != IGNORE
+    count = jnp.sum(valid, 1)
+    return x, valid / jnp.maximum(count, 1)[:, None], count
+
+
 def window_loss(
     params: Params,
     config: HeadConfig,
@@ -65,12 +85,8 @@ def window_loss(
     does not. It is a *sum* over sequences: divide by B for the mean.
     """
     n = config.circuit.window
-    x = windows(labels, n, boundaries)
-    if positions is not None:
-        x, hidden = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, hidden))
-    valid = x != IGNORE
-    count = jnp.sum(valid, 1)
-    share = valid / jnp.maximum(count, 1)[:, None]
+    x, share, count = weighted_windows(labels, n, boundaries, positions)
+    hidden = taken(hidden, positions)
     flat = (hidden.reshape(-1, hidden.shape[-1]), x.reshape(-1, n), share.reshape(-1, n))
     ce = _window_cross_entropy(params, config, *flat, chunk)
     return jnp.sum(discounts(n, gamma, first) * ce), {"ce": ce, "count": jnp.sum(count, 0)}
