@@ -1,8 +1,27 @@
-"""Compiled programs are kept between runs: compilation is most of what the suite costs."""
+"""Compiled programs are kept on disk between runs: compilation is most of what the suite costs.
+
+In a process they are dropped now and then. Every one of them maps memory of its own, and a process that has made some
+hundreds meets Linux's limit on maps and dies in the compiler.
+"""
 
 from pathlib import Path
 
 import jax
 
+from bytejax.decoding import generate
+
+KEPT_FOR = 25  # tests
+
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+_run = 0
+
+
+def pytest_runtest_teardown():
+    global _run
+    _run += 1
+    if _run % KEPT_FOR == 0:
+        for program in (generate.START, generate.RUN):
+            program.clear()
+        jax.clear_caches()

@@ -84,6 +84,11 @@ class Program:
             self.compiled += 1
         return self._programs[key](*args)
 
+    def clear(self) -> None:
+        """Forgets every program; the next call of each signature builds its own anew."""
+        self._programs.clear()
+        self._jit.clear_cache()
+
 
 START = Program(loop.start, static=("capacity", "room"))
 RUN = Program(loop.run, donate=(3,))
