@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytejax import circuits, parameters
+from bytejax import circuits, parameters, tokenizers
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
@@ -23,7 +23,6 @@ from bytejax.errors import InputError, input_errors_of
 from bytejax.models import llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params
-from bytejax.tokenizers import ByteTokenizer
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
@@ -39,14 +38,15 @@ def demo_drafters() -> list[str]:
 
 def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> None:
     """Writes a target: weights in `dtype`, config and tokenizer as JSON."""
-    target = target.stacked()
+    target, directory = target.stacked(), Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     config = {
         "format": "bytejax-target",
         "family": next(name for name, (_, _, cls) in FAMILIES.items() if isinstance(target, cls)),
         "config": dataclasses.asdict(target.config),
-        "tokenizer": dataclasses.asdict(target.tokenizer),
+        "tokenizer": tokenizers.save(target.tokenizer, directory),
     }
-    _save(Path(directory), config, {WEIGHTS: target.params}, dtype)
+    _save(directory, config, {WEIGHTS: target.params}, dtype)
 
 
 def target_directory(source: Path | str) -> Path:
@@ -70,7 +70,7 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
         config = make_config(**saved["config"])
-        tokenizer = ByteTokenizer(**_tuples(saved["tokenizer"]))
+        tokenizer = tokenizers.load(saved["tokenizer"], directory)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
@@ -301,7 +301,3 @@ def _read_config(directory: Path, expected: str) -> dict:
     if not isinstance(config, dict) or config.get("format") != expected:
         raise InputError(f"{path} is not of format {expected!r}")
     return config
-
-
-def _tuples(fields: dict) -> dict:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}

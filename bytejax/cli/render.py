@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bytejax.decoding.generate import Result
-from bytejax.tokenizers import ByteTokenizer, TextStream
+from bytejax.tokenizers import TextStream, Tokenizer
 
 DRAFTED, TITLE, PROMPT, WARNING = Style(color="green"), Style(bold=True), Style(dim=True), Style(color="red")
 CONTROLS = {i: f"\\x{i:02x}" for i in [*range(32), *range(127, 160)] if chr(i) not in "\n\t"}
@@ -44,7 +44,7 @@ def printable(text: str) -> str:
 
 
 def pieces(
-    stream: TextStream, tokenizer: ByteTokenizer, ids: Iterable[int], from_draft: Iterable[bool]
+    stream: TextStream, tokenizer: Tokenizer, ids: Iterable[int], from_draft: Iterable[bool]
 ) -> list[tuple[str, bool]]:
     """Text that the ids make certain, cut where it changes between accepted drafts and the target's own bytes.
 
@@ -64,7 +64,7 @@ class RowsPrinter:
     def __init__(
         self,
         console: Console,
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         titles: Sequence[str | None],
         prompts: Sequence[str | None],
     ):

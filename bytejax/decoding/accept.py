@@ -1,10 +1,11 @@
-"""Acceptance rules: which drafts of a chain stay, and the law of the byte after them.
+"""Acceptance rules: which drafts of a block stay, and the law of the byte after them.
 
-A rule sees drafts d_1..d_M, the law p_i of the target at each of them and after the last, and, where drafts were
-sampled, the law q_i each was sampled from. It keeps the first s drafts and says from which law the next byte comes, so
-that text stays distributed as the target's own. What becomes of that byte is the loop's affair.
+A rule for chains sees drafts d_1..d_M, the law p_i of the target at each of them and after the last, and, where drafts
+were sampled, the law q_i each was sampled from. It keeps the first s drafts and says from which law the next byte
+comes, so that text stays distributed as the target's own. What becomes of that byte is the loop's affair. Trees have
+one rule, `tree`.
 
-Letters: B batch, M drafts, V vocabulary.
+Letters: B batch, N block rows, M drafts, V vocabulary.
 """
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.decoding.logits import Warp
+from bytejax.models.base import Block
 
 
 class Chain(struct.PyTreeNode):
@@ -30,10 +32,15 @@ class Chain(struct.PyTreeNode):
 
 
 class Verdict(struct.PyTreeNode):
-    """kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised."""
+    """What a rule decides.
+
+    kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised.
+    path: [B, N] int32, the block's rows that stay, root first, then anything; None for the first ones of a chain.
+    """
 
     kept: jax.Array
     law: jax.Array
+    path: jax.Array | None = None
 
 
 def greedy(chain: Chain) -> Verdict:
@@ -85,6 +92,31 @@ def block(chain: Chain, keys: jax.Array) -> Verdict:
 def everything(chain: Chain) -> Verdict:
     """Keeps every draft unseen. Lossy: only for measuring the throughput that no verification could exceed."""
     return Verdict(chain.count, row(chain.log_p, chain.count))
+
+
+def tree(block: Block, laws: jax.Array, warp: Warp, keys: jax.Array) -> Verdict:
+    """Keeps the longest path of drafts that the target itself would have written, choosing once at every row.
+
+    The choice is the arg-max, or where text is sampled a draw from the target's law ("sample and match", Miao et al.,
+    SpecInfer, arXiv 2305.09781, as the lossless rule for drafts that are not sampled): a child that carries it stays,
+    else the choice itself is the next byte. laws [B, N, V], after each row of the block, row 0 the root; keys [B].
+    """
+    b, n, v = laws.shape
+    if warp.greedy:
+        choices = jnp.argmax(laws, -1).astype(jnp.int32)
+    else:
+        noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, 0), (n, v)))(keys)
+        choices = jnp.argmax(laws + noise, -1).astype(jnp.int32)
+    index = jnp.arange(n)
+    hit = block.is_draft & (jnp.take_along_axis(choices, block.parents, axis=1) == block.ids) | (index == 0)
+    ancestors = jnp.broadcast_to(block.ancestors(), (b, n, n))
+    on_path = ~(ancestors & ~hit[:, None]).any(-1)
+    best = jnp.argmax(jnp.where(on_path, block.depths(), -1), axis=1)
+    line = row(ancestors, best)
+    path = jnp.argsort(jnp.where(line, index, n), axis=1).astype(jnp.int32)  # a parent comes before its children
+    bonus = jnp.take_along_axis(choices, best[:, None], axis=1)
+    law = row(laws, best) if warp.greedy else jnp.where(jnp.arange(v) == bonus, 0.0, -jnp.inf)
+    return Verdict(line.sum(-1, dtype=jnp.int32) - 1, law, path)
 
 
 RULES = {"block": block, "token": token_wise}

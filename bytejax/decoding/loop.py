@@ -144,26 +144,34 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     keys = _fold(state.keys, state.cache.lengths)
     purpose = lambda p: _fold(keys, jnp.full(active.shape, p))
     draft = drafter.propose(state.draft, state.root if rooted else None, purpose(DRAFT), rules.warp)
-    extended = target.extend(draft.block, state.cache, drafter.target_adapter())
-    chain = _chain(drafter, draft, _laws(target, rules, extended), None if rooted else state.law)
-    verdict = _judge(chain, rules, purpose(VERIFY))
+    if (room := target.room(state.cache)) is not None:
+        draft = draft.replace(block=draft.block.cut(room))
+    block = draft.block
+    chex.assert_shape(block.ids, (active.shape[0], drafter.block_width))
+    extended = target.extend(block, state.cache, drafter.target_adapter())
+    laws = _laws(target, rules, extended)
+    verdict = _judge(draft, laws, None if rooted else state.law, rules, purpose(VERIFY))
     bonus = accept.choose(verdict.law, rules.warp, purpose(VERIFY))
     stays = (verdict.kept == 0) | (rules.bonus in ("condition", "standard"))  # whether the bonus is emitted
 
-    state, kept = _emit(state, rules, chain, verdict.kept, bonus, stays)
-    path = jnp.broadcast_to(jnp.arange(draft.block.width, dtype=jnp.int32), draft.block.ids.shape)
+    path = jnp.broadcast_to(jnp.arange(block.width, dtype=jnp.int32), block.ids.shape)
+    path = path if verdict.path is None else verdict.path
+    kept_ids = jnp.take_along_axis(block.ids, path, axis=1)[:, rooted:]
+    state, kept = _emit(state, rules, kept_ids, verdict.kept, bonus, stays)
     rows = jnp.where(active, verdict.kept + rooted, 0)
     state = state.replace(
         cache=target.commit(state.cache, extended.pending, path, rows),
-        draft=drafter.observe(state.draft, target, draft.block, extended, path, rows),
+        draft=drafter.observe(state.draft, target, block, extended, path, rows),
         forwards=state.forwards + active,
-        drafted=state.drafted + jnp.where(active, chain.count, 0),
+        drafted=state.drafted + jnp.where(active, block.is_draft.sum(-1, dtype=jnp.int32), 0),
         accepted=state.accepted + jnp.minimum(verdict.kept, kept),
     )
     if rooted:
         return state.replace(root=jnp.where(active, bonus, state.root))
     # What a rejection has ruled out is not drawn again: the next cycle begins with the law the byte was drawn from.
-    law = verdict.law if rules.bonus != "paper" else accept.row(chain.log_p, verdict.kept)
+    law = verdict.law
+    if rules.bonus == "paper":
+        law = accept.row(jnp.concatenate([state.law[:, None], laws], axis=1), verdict.kept)
     if not rules.warp.greedy:
         law = jax.nn.log_softmax(law)
     state = state.replace(law=jnp.where(active[:, None], law, state.law))
@@ -176,37 +184,34 @@ def _laws(target: Target, rules: Rules, extended: Extended) -> jax.Array:
     return rules.warp.masked(logits) if rules.warp.greedy else rules.warp.log_probs(logits)
 
 
-def _chain(drafter: Drafter, draft: Draft, laws: jax.Array, first: jax.Array | None) -> accept.Chain:
-    """The drafts beside the target's laws [B, N, V] after the block's rows.
+def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules, keys: jax.Array) -> accept.Verdict:
+    """What stays of a draft. laws [B, N, V]: the target's after each row of the block.
 
     first [B, V]: the law of the block's first row, if that is a draft.
     """
     block = draft.block
-    b, n, v = laws.shape
-    chex.assert_shape(block.ids, (b, drafter.block_width))
     if not block.is_chain:
-        raise InputError("the acceptance rules judge chains; this drafter proposed another tree")
+        if first is not None or not rules.verify:
+            raise InputError("trees are judged under bonus 'condition', and always verified")
+        return accept.tree(block, laws, rules.warp, keys)
     drafts = block.ids[:, 1:] if first is None else block.ids
     if draft.log_q is not None:
-        chex.assert_shape(draft.log_q, (*drafts.shape, v))
+        chex.assert_shape(draft.log_q, (*drafts.shape, laws.shape[-1]))
     log_p = laws if first is None else jnp.concatenate([first[:, None], laws], axis=1)
-    return accept.Chain(drafts, block.is_draft.sum(-1, dtype=jnp.int32), log_p, draft.log_q)
-
-
-def _judge(chain: accept.Chain, rules: Rules, keys: jax.Array) -> accept.Verdict:
+    chain = accept.Chain(drafts, block.is_draft.sum(-1, dtype=jnp.int32), log_p, draft.log_q)
     if not rules.verify:
         return accept.everything(chain)
     return accept.greedy(chain) if rules.warp.greedy else accept.RULES[rules.accept](chain, keys)
 
 
 def _emit(
-    state: State, rules: Rules, chain: accept.Chain, kept: jax.Array, bonus: jax.Array, stays: jax.Array
+    state: State, rules: Rules, drafts: jax.Array, kept: jax.Array, bonus: jax.Array, stays: jax.Array
 ) -> tuple[State, jax.Array]:
-    """Writes the kept drafts and, where it stays, the bonus; ends rows at stop ids and limits.
+    """Writes the first `kept` [B] of drafts [B, M] and, where it stays, the bonus; ends rows at stop ids and limits.
 
     -> the state, and how many ids each row got, [B].
     """
-    drafts = jnp.pad(chain.drafts, ((0, 0), (0, 1)))
+    drafts = jnp.pad(drafts, ((0, 0), (0, 1)))
     index = jnp.arange(drafts.shape[1])
     is_draft = index < kept[:, None]
     new = jnp.where(is_draft, drafts, bonus[:, None])

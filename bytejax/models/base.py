@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from bytejax.tokenizers import ByteTokenizer
+from bytejax.tokenizers import Tokenizer
 
 
 class Block(struct.PyTreeNode):
@@ -60,6 +60,11 @@ class Block(struct.PyTreeNode):
     def width(self) -> int:
         return self.ids.shape[1]
 
+    def cut(self, room: jax.Array) -> "Block":
+        """The block without rows at depths from `room` [B] on: they are processed, but count for nothing."""
+        kept = self.depths() < room[:, None]
+        return self.replace(valid=self.valid & kept, is_draft=self.is_draft & kept)
+
     @property
     def is_chain(self) -> bool:
         return self.static_parents == chain_parents(self.width)
@@ -102,7 +107,7 @@ class Target(struct.PyTreeNode, abc.ABC):
 
     params: Any
     config: Any = struct.field(pytree_node=False)
-    tokenizer: ByteTokenizer = struct.field(pytree_node=False)
+    tokenizer: Tokenizer = struct.field(pytree_node=False)
 
     @property
     @abc.abstractmethod
@@ -150,6 +155,13 @@ class Target(struct.PyTreeNode, abc.ABC):
 
         accepted 0 leaves a row of the batch as it was.
         """
+
+    def room(self, cache: Any) -> jax.Array | None:
+        """How many positions the next block may add to each row, [B] int32, each >= 1; None where nothing bounds it.
+
+        A pass over a longer block is right up to there. The loop cuts drafts beyond; they are not rejected.
+        """
+        return None
 
     @abc.abstractmethod
     def embed(self, ids: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import bytejax
 from bytejax.decoding import generate as g
 from bytejax.decoding import loop
 from bytejax.drafters.base import Autoregressive
-from tests.decoding.tiny import Oracle, make_drafter, make_target, near_tie
+from tests.decoding.tiny import Oracle, Tree, bordered, make_drafter, make_target, near_tie
 
 PROMPTS = [[1, 2, 3], [4] * 17, list(range(20)), [7]]
 
@@ -38,14 +38,35 @@ def test_right_drafts_are_kept_bit_for_bit(width, dtype):
     assert all(n > 0 for n in drafted.stats.accept_histogram[1:])
 
 
-def test_a_block_that_is_no_chain_is_refused():
-    class Fork(Oracle):
-        def propose(self, state, root, keys, warp):
-            draft = super().propose(state, root, keys, warp)
-            return draft.replace(block=draft.block.replace(static_parents=(0, 0, 0)))
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("width", [2, 9])
+def test_trees_write_the_targets_text(width, static):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=80)
+    drafter = Tree(truth=jnp.asarray(plain.ids), width=width, static=static)
+    drafted = bytejax.generate(target, PROMPTS, drafter=drafter, max_new_tokens=80)
+    assert width == 2 or sum(n > 0 for n in drafted.stats.accept_histogram) >= 4
+    for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
+        assert a == b or near_tie(target, prompt, a, b)
+    assert drafted.stats.target_forwards < plain.stats.target_forwards
 
-    with pytest.raises(bytejax.InputError, match="judge chains"):
-        bytejax.generate(make_target(), PROMPTS, drafter=Fork(jnp.zeros((4, 9), jnp.int32), 3), max_new_tokens=9)
+
+@pytest.mark.parametrize("make", [Oracle, Tree])
+def test_drafts_beyond_a_border_are_cut(make):
+    target = make_target()
+    plain = bytejax.generate(target, PROMPTS, max_new_tokens=80)
+    drafter = make(truth=jnp.asarray(plain.ids), width=9)
+    drafted = bytejax.generate(bordered(target), PROMPTS, drafter=drafter, max_new_tokens=80)
+    assert len(drafted.stats.accept_histogram) == 10 and sum(drafted.stats.accept_histogram[6:]) == 0
+    assert drafted.stats.accept_histogram[5] > 0
+    for prompt, a, b in zip(PROMPTS, plain.ids, drafted.ids, strict=True):
+        assert a == b or near_tie(target, prompt, a, b)
+
+
+def test_a_tree_needs_verification():
+    drafter = Tree(jnp.zeros((4, 9), jnp.int32), 3)
+    with pytest.raises(bytejax.InputError, match="always verified"):
+        bytejax.generate(make_target(), PROMPTS, drafter=drafter, max_new_tokens=9, verify=False)
 
 
 def test_a_bare_prompt_is_refused():

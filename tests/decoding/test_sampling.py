@@ -14,17 +14,19 @@ from scipy import stats
 import bytejax
 from bytejax.decoding import accept, loop
 from bytejax.decoding import generate as generate_module
-from tests.decoding.tiny import Oracle, make_drafter, make_target
+from tests.decoding.tiny import Oracle, Tree, bordered, make_drafter, make_target
 
-PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 120_000, 30_000
+PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 100_000, 25_000
 NAMES = ("ff", "cp", "hmm", "btree")
 FED = ("btree fed", "hmm fed 2")  # heads that see the root byte, the second drafting fewer bytes than its window
 LORA = ("cp lora", "btree lora")  # heads on a draft stream of their own
 CERTAIN = "certain"  # a drafter that does not sample
+TREE = "tree"  # the same, proposing trees
+BORDERED = "cp bordered"  # a target that cuts blocks
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
 KINDS = (*NAMES, *FED, *LORA)
 ALL = [(name, rule, bonus) for name in KINDS for rule in accept.RULES for bonus in ("condition", "carry", "standard")]
-SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", CERTAIN)]
+SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", CERTAIN, TREE, BORDERED)]
 SHORT += [("cp", "token", "condition"), ("btree fed", "token", "carry"), ("btree", "block", "standard")]
 SHORT += [("hmm fed 2", "block", "carry"), ("cp lora", "block", "carry")]
 LEVEL = 0.001 / (len({*ALL, *SHORT}) + 1) / len(SETTINGS)
@@ -35,6 +37,10 @@ def make_pair(name):
     target = make_target(vocab=3, sharpness=0.6, context=64, **numbers)
     if name == CERTAIN:
         return target, Oracle(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=3)
+    if name == TREE:
+        return target, Tree(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=6)
+    if name == BORDERED:
+        return bordered(target), make_drafter(target, "cp", window=4, rank=2, scale=40.0)
     circuit, *rest = name.split()
     if rest == ["lora"]:
         return target, make_drafter(target, circuit, window=4, rank=2, scale=40.0, lora_layers=1)

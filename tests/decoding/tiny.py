@@ -91,6 +91,40 @@ class Oracle(Drafter):
         return state + accepted
 
 
+class Tree(Oracle):
+    """Proposes a tree of `width` nodes. In each cycle the right ids lie on random nodes, the others are random.
+
+    static: whether the loop is told the parents when compiling. Every parent lies at most three rows back.
+    """
+
+    static: bool = struct.field(pytree_node=False, default=True)
+
+    @property
+    def drafts_first(self):
+        return False
+
+    def propose(self, state, root, keys, warp):
+        parents = tuple(max(0, i - 1 - i % 3) for i in range(self.width))
+        block = Block.chain(jnp.zeros((len(state), self.width), jnp.int32))
+        block = block.replace(parents=jnp.broadcast_to(jnp.asarray(parents), block.ids.shape), static_parents=parents)
+        index = jnp.minimum(state[:, None] + block.depths(), self.truth.shape[1] - 1)
+        right = jnp.take_along_axis(self.truth, index, axis=1)
+        bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(0), i), (self.width,)))(state)
+        ids = jnp.where(bits % 4 > 0, right, (bits // 4 % 3).astype(jnp.int32)).at[:, 0].set(root)
+        return Draft(block.replace(ids=ids, static_parents=parents if self.static else None))
+
+
+class Bordered(llama.Llama):
+    """A Llama whose blocks must end where a position is a multiple of 5, as those of a target with windows."""
+
+    def room(self, cache):
+        return 5 - cache.lengths % 5
+
+
+def bordered(target):
+    return Bordered(params=target.params, config=target.config, tokenizer=target.tokenizer)
+
+
 def near_tie(target, prompt, ids, other, tolerance=1e-4):
     """Whether two greedy continuations first part where the target's two best logits differ by less than
     `tolerance`.

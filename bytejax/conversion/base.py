@@ -1,0 +1,39 @@
+"""What conversion needs to know about a family of reference checkpoints."""
+
+import abc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bytejax.models.base import Target
+from bytejax.parameters import Params, Table
+
+
+class Family(abc.ABC):
+    """How the checkpoints of one family, as they were released, become a target, and back.
+
+    model_types: what a checkpoint's config.json may have under "model_type".
+    ignored: regular expressions of tensors that a checkpoint may hold and the model does not need (saved buffers).
+    """
+
+    model_types: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def parse(self, config: Mapping[str, Any]) -> Any:
+        """The architecture's config from config.json.
+
+        Raises InputError naming the key that is missing, wrong, or asks for what the model cannot do.
+        """
+
+    @abc.abstractmethod
+    def table(self, config: Any) -> Table:
+        """Parameter table; every source named as in the checkpoint."""
+
+    @abc.abstractmethod
+    def make(self, params: Params, config: Any, directory: Path, raw: Mapping[str, Any]) -> Target:
+        """The target with its tokenizer, which may be read from the directory. raw: config.json."""
+
+    @abc.abstractmethod
+    def config_of(self, target: Target) -> dict[str, Any]:
+        """config.json of a target, for writing a checkpoint that the reference can load."""
