@@ -79,15 +79,12 @@ class LlamaFamily(Family):
         return type(target) is Llama and target.config.qk_norm == self.qk_norm
 
     def config_of(self, target):
-        c, stop = target.config, target.tokenizer.stop
+        c = target.config
         values = {key: getattr(c, ours) for key, ours in SIZES.items()}
         values |= {"num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu"}
         values |= {"rms_norm_eps": c.norm_eps, "tie_word_embeddings": c.tied, "rope_theta": c.rope_theta}
         values |= {"rope_scaling": _scaling_of(c.rope_scaling), "attention_bias": False, "mlp_bias": False}
-        values |= {
-            "bos_token_id": target.tokenizer.bos,
-            "eos_token_id": list(stop) if len(stop) > 1 else next(iter(stop), None),
-        }
+        values |= {"bos_token_id": target.tokenizer.bos, "eos_token_id": list(target.tokenizer.stop) or None}
         return {"architectures": [self.architecture], "model_type": self.model_types[0]} | values
 
     def _head_dim(self, config, width, heads) -> int:
