@@ -20,14 +20,17 @@ from bytejax.circuits import head as heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.errors import InputError, input_errors_of
-from bytejax.models import llama, lora
+from bytejax.models import byte_llama, llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
+FAMILIES = {
+    "llama": (llama.Config.load, llama.table, llama.Llama),
+    "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
+}
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -42,10 +45,12 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "format": "bytejax-target",
-        "family": next(name for name, (_, _, cls) in FAMILIES.items() if isinstance(target, cls)),
+        "family": next(name for name, (_, _, cls) in FAMILIES.items() if type(target) is cls),
         "config": dataclasses.asdict(target.config),
         "tokenizer": tokenizers.save(target.tokenizer, directory),
     }
+    for name in target.extras:
+        getattr(target, name).save(directory / f"{name}.safetensors")
     _save(directory, config, {WEIGHTS: target.params}, dtype)
 
 
@@ -69,12 +74,13 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
     saved = _read_config(directory, "bytejax-target")
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
-        config = make_config(**saved["config"])
+        config = make_config(saved["config"])
         tokenizer = tokenizers.load(saved["tokenizer"], directory)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
     params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
-    target = make_target(params=params, config=config, tokenizer=tokenizer)
+    extras = {name: kind.load(directory / f"{name}.safetensors") for name, kind in make_target.extras.items()}
+    target = make_target(params=params, config=config, tokenizer=tokenizer, **extras)
     on_cpu = jax.default_backend() == "cpu"
     if not (on_cpu if unroll is None else unroll):
         return target
