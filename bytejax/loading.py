@@ -17,17 +17,22 @@ import numpy as np
 
 from bytejax import circuits, parameters, tokenizers
 from bytejax.circuits import head as heads
+from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.medusa import Medusa
 from bytejax.errors import InputError, input_errors_of
-from bytejax.models import llama, lora
+from bytejax.models import evabyte, llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
+FAMILIES = {
+    "llama": (llama.Config, llama.table, llama.Llama),
+    "evabyte": (evabyte.Config, evabyte.table, evabyte.EvaByte),
+}
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -82,7 +87,10 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
 
 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
-    """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or "none".
+    """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
+
+    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree, see
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (option draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
         merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
@@ -91,10 +99,14 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """
     if str(source) == "none":
         drafter = _create(Autoregressive, (), options)
+    elif str(source) == "evabyte":
+        drafter = _create(Medusa.create, (), options)
+    elif str(source) == "heads":
+        drafter = _create(own_heads.drafter, (target,), options)
     else:
         directory = drafter_directory(source)
         if directory is None:
-            known = ", ".join(["none", *demo_drafters()])
+            known = ", ".join(["none", "evabyte", "heads", *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
         adapters = load_adapters(directory, target)

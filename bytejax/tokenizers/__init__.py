@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from bytejax.tokenizers.base import DEMO, ByteTokenizer, Message, TextStream, Tokenizer
+from bytejax.tokenizers.evabyte import EvaByteTokenizer
 
-KINDS: dict[str, Any] = {"byte": ByteTokenizer}  # by the name that a saved target gives its tokenizer
+# By the name that a saved target gives its tokenizer.
+KINDS: dict[str, Any] = {"byte": ByteTokenizer, "evabyte": EvaByteTokenizer}
 
-__all__ = ["DEMO", "ByteTokenizer", "Message", "TextStream", "Tokenizer", "load", "save"]
+__all__ = ["DEMO", "ByteTokenizer", "EvaByteTokenizer", "Message", "TextStream", "Tokenizer", "load", "save"]
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
