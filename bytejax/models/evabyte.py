@@ -244,9 +244,7 @@ class EvaByte(Layered):
         if m == 0:
             return Cache(k, v, lengths, m)
         complete = (accepted > 0) & (lengths % c.window == 0)
-        k, v = jax.lax.cond(
-            complete.any(), lambda k, v: self._fold(k, v, m, lengths, complete), lambda k, v: (k, v), k, v
-        )
+        k, v = self._fold(k, v, m, lengths, complete)
         return Cache(k, v, lengths, m)
 
     def embed(self, ids):
@@ -288,23 +286,31 @@ class EvaByte(Layered):
         return x, tuple(zip(*slots, strict=True)) if isinstance(self.params["layers"], tuple) else slots
 
     def _fold(self, k, v, m, lengths, complete):
-        """Puts the summaries of the windows that are `complete` [B] after those of the windows before them."""
+        """Puts the summaries of the windows that are `complete` [B] after those of the windows before them.
+
+        What is chosen between is a window's worth of summaries, not the slots: XLA would copy these in every cycle.
+        """
         c, b = self.config, len(lengths)
         start = jnp.clip((lengths // c.window - 1) * c.chunks, 0, m - c.chunks)
         place = start[:, None] + jnp.arange(c.chunks)
+        there = lambda k, v: (L.read_rows(k, place, -1), L.read_rows(v, place, -2))
 
-        def put(slots, rows, axis):
-            chosen = jnp.tile(complete, c.heads).reshape(-1, 1, 1) if slots.ndim == 3 else complete[0]
-            rows = jnp.where(chosen, rows.astype(slots.dtype), L.read_rows(slots, place, axis))
-            return L.write_rows(slots, rows, start, axis)
-
-        def fold(k, v, p):
+        def summaries(k, v, p):
             k_rows = k[..., m : m + c.window].reshape(c.heads, b, c.head_dim, c.window).transpose(1, 3, 0, 2)
             v_rows = v[..., m : m + c.window, :].reshape(c.heads, b, c.window, c.head_dim).transpose(1, 2, 0, 3)
-            k_sums, v_sums = L.kv_layout(*summarise(p, c.chunk, k_rows, v_rows))
-            return put(k, k_sums, -1), put(v, v_sums, -2)
+            new = L.kv_layout(*summarise(p, c.chunk, k_rows, v_rows))
+            chosen = jnp.tile(complete, c.heads).reshape(-1, 1, 1) if k.ndim == 3 else complete[0]
+            return tuple(jnp.where(chosen, x, old) for x, old in zip(new, there(k, v), strict=True))
 
-        return L.over_layers(fold, k, v, self._features())
+        rows = jax.lax.cond(
+            complete.any(),
+            lambda k, v: L.over_layers(summaries, k, v, self._features()),
+            lambda k, v: L.over_layers(there, k, v),
+            k,
+            v,
+        )
+        put = lambda k, v, k_rows, v_rows: (L.write_rows(k, k_rows, start, -1), L.write_rows(v, v_rows, start, -2))
+        return L.over_layers(put, k, v, *rows)
 
     def _features(self):
         pick = lambda layer: {name: layer[name] for name in ("mu", "phi")}
