@@ -110,10 +110,10 @@ def table(c: Config) -> Table:
 
 
 class Cache(struct.PyTreeNode):
-    """What the committed positions leave behind, in S = M + window + block width slots per row.
+    """What the committed positions leave behind, in S slots per row.
 
     Slot m < M holds the summary of chunk m, once its window is complete; a position of the current window lies in slot
-    M + (position mod window). The rest, leftovers included, no mask lets through.
+    M + (position mod window), and a block in the slots after it. The rest, leftovers included, no mask lets through.
 
     k: [layers, (K*B,) H, S], v: [layers, (K*B,) S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
         axis where the target's layers are unrolled.
@@ -165,7 +165,8 @@ class EvaByte(Layered):
         _refuse(adapter)
         c, dtype = self.config, self.params["embedding"].dtype
         summaries = (capacity + block_width) // c.window * c.chunks
-        slots, front = summaries + c.window + block_width, L.kv_front(c.heads, batch)
+        slots = summaries + min(c.window, capacity + block_width) + block_width
+        front = L.kv_front(c.heads, batch)
         unrolled = isinstance(self.params["layers"], tuple)
 
         def make(shape):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bytejax import InputError
+from bytejax import InputError, parameters
 from bytejax.conversion.evabyte import EvaByteFamily
 from bytejax.models.evabyte import Config
 from tests.models import evabyte_cases
@@ -24,6 +24,13 @@ def test_every_number_is_read():
     one = {k: v for k, v in RAW.items() if k not in ("num_pred_heads", "norm_add_unit_offset")}
     assert FAMILY.parse(one) == dataclasses.replace(want, pred_heads=1, unit_offset=False)
     assert FAMILY.parse(RAW | {"rope_scaling": {"type": "linear", "factor": 4}}).rope_scale == 4.0
+
+
+def test_the_released_model_has_its_size():
+    """6,488,330,240 parameters in 355 tensors, says the release."""
+    table = FAMILY.table(Config(320, 4096, 32, 32, 11008, 2048, 16, 8, 1e5, 1.0, 1e-5, True, 32768))
+    assert parameters.count(table) == 6_488_330_240
+    assert sum(len(p.sources()) for p in parameters.flatten(table).values()) == 355
 
 
 @pytest.mark.parametrize(
