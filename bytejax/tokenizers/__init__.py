@@ -5,13 +5,25 @@ from typing import Any
 
 from bytejax.tokenizers.base import DEMO, ByteTokenizer, Message, TextStream, Tokenizer
 from bytejax.tokenizers.byte_llama import ByteLlamaTokenizer
+from bytejax.tokenizers.evabyte import EvaByteTokenizer
 
 KINDS: dict[str, Any] = {
     "byte": ByteTokenizer,
     "byte-llama": ByteLlamaTokenizer,
+    "evabyte": EvaByteTokenizer,
 }  # by the name that a saved target gives its tokenizer
 
-__all__ = ["DEMO", "ByteLlamaTokenizer", "ByteTokenizer", "Message", "TextStream", "Tokenizer", "load", "save"]
+__all__ = [
+    "DEMO",
+    "ByteLlamaTokenizer",
+    "ByteTokenizer",
+    "EvaByteTokenizer",
+    "Message",
+    "TextStream",
+    "Tokenizer",
+    "load",
+    "save",
+]
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
