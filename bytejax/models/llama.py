@@ -15,13 +15,13 @@ from flax import struct
 from bytejax import parameters
 from bytejax.errors import InputError
 from bytejax.models import layers as L  # noqa: N812
-from bytejax.models.base import Block, Extended, Target
+from bytejax.models.base import Block, Extended
 from bytejax.models.causal import causal_attention
 from bytejax.models.layers import RopeScaling
+from bytejax.models.layouts import Layered
 from bytejax.parameters import Param, Table
 
 ATTENTION_BLOCK = 256  # queries at a time in whole sequences
-PANEL = 64  # outputs in one panel of a kernel, measured on CPUs with AVX-512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,10 @@ class Config:
         return cls(**{**saved, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
-def table(c: Config) -> Table:
-    """Parameter table, with the names of transformers' LlamaForCausalLM."""
-    D, F, V, H = c.width, c.ffn_width, c.vocab, c.head_dim
-    Q, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    ones, near = jax.nn.initializers.ones, parameters.normal(0.02)
+def layer_table(c: Config) -> dict[str, Param]:
+    """One layer's parameters, with the names of transformers' LlamaForCausalLM."""
+    D, F, H = c.width, c.ffn_width, c.head_dim
+    Q, K, ones = c.heads * c.head_dim, c.kv_heads * c.head_dim, jax.nn.initializers.ones
     into = lambda fan_in: parameters.normal(fan_in**-0.5)
     back = lambda fan_in: parameters.normal((2 * c.layers * fan_in) ** -0.5)  # keeps the residual stream's size
     at = "model.layers.{layer}."
@@ -83,13 +82,19 @@ def table(c: Config) -> Table:
     if c.qk_norm:
         layer["q_norm"] = Param((H,), ("head",), ones, at + "self_attn.q_norm.weight", "H -> H")
         layer["k_norm"] = Param((H,), ("head",), ones, at + "self_attn.k_norm.weight", "H -> H")
+    return layer
+
+
+def table(c: Config) -> Table:
+    """Parameter table, with the names of transformers' LlamaForCausalLM."""
+    D, V, ones, near = c.width, c.vocab, jax.nn.initializers.ones, parameters.normal(0.02)
     whole = {
         "embedding": Param((V, D), ("vocab", "embed"), near, "model.embed_tokens.weight", "V D -> V D"),
-        "layers": parameters.stacked(layer, c.layers),
+        "layers": parameters.stacked(layer_table(c), c.layers),
         "final_norm": Param((D,), ("embed",), ones, "model.norm.weight", "D -> D"),
     }
     if not c.tied:
-        whole["head"] = Param((D, V), ("embed", "vocab"), into(D), "lm_head.weight", "V D -> D V")
+        whole["head"] = Param((D, V), ("embed", "vocab"), parameters.normal(D**-0.5), "lm_head.weight", "V D -> D V")
     return whole
 
 
@@ -124,7 +129,7 @@ class Pending(struct.PyTreeNode):
     chain: bool = struct.field(pytree_node=False)
 
 
-class Llama(Target):
+class Llama(Layered):
     """Target of the Llama family.
 
     params: as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
@@ -142,52 +147,8 @@ class Llama(Target):
     def context(self) -> int:
         return self.config.context
 
-    def unrolled(self) -> "Llama":
-        """The same model for decoding on CPU: its layers a tuple, their kernels that share an input joined in one.
-
-        Decoding is faster, compilation longer.
-        """
-        layers = self.params["layers"]
-        if isinstance(layers, tuple):
-            return self._with_layers(jax.tree.map(L.without_panels, layers))
-        return self._with_layers(tuple(map(_joined, L.unstack(layers))))
-
-    def in_panels(self, columns: int = PANEL) -> "Llama":
-        """The same model with its layers unrolled and their kernels in panels of so many outputs (`layers.in_panels`).
-
-        On CPU a single token costs what it does without, a block of a few rows less.
-        """
-        panels = lambda x: L.in_panels(x, columns) if x.ndim == 2 else x
-        return self._with_layers(jax.tree.map(panels, self.unrolled().params["layers"]))
-
-    def stacked(self) -> "Llama":
-        """The same model with its layers stacked, as they are saved and trained."""
-        layers = self.params["layers"]
-        if not isinstance(layers, tuple):
-            return self
-        return self._with_layers(jax.tree.map(lambda *x: jnp.stack(x), *map(self.layer, range(len(layers)))))
-
-    def layer(self, index: int) -> dict[str, jax.Array]:
-        """One layer's parameters, with the names and shapes of `table`, however they are held."""
-        c, layers = self.config, self.params["layers"]
-        if not isinstance(layers, tuple):
-            return {name: x[index] for name, x in layers.items()}
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        layer = jax.tree.map(L.without_panels, layers[index])
-        kept = {name: x for name, x in layer.items() if name not in ("qkv", "gate_up")}
-        parts = jnp.split(layer["qkv"], [q, q + kv], -1) + jnp.split(layer["gate_up"], 2, -1)
-        return kept | dict(zip(("q", "k", "v", "gate", "up"), parts, strict=True))
-
-    def layouts(self) -> dict[str, "Llama"]:
-        layers = self.params["layers"]
-        if isinstance(layers, dict):
-            return {"stacked": self}
-        if not any(x.ndim == 3 for x in jax.tree.leaves(layers)):
-            return {"[in, out]": self}
-        return {"panels": self, "[in, out]": self.unrolled()}
-
-    def _with_layers(self, layers) -> "Llama":
-        return self.replace(params=self.params | {"layers": layers})
+    def layer_table(self) -> Table:
+        return layer_table(self.config)
 
     def init_cache(self, batch: int, capacity: int, block_width: int, adapter=None) -> Cache:
         """Slots for `capacity` positions and one block past them."""
@@ -351,13 +312,6 @@ class Llama(Target):
 
     def _final_norm(self, x):
         return L.rms_norm(x, self.params["final_norm"], self.config.norm_eps)
-
-
-def _joined(layer: dict) -> dict:
-    """A layer with kernels q, k, v side by side as `qkv`, gate and up as `gate_up`."""
-    join = lambda *names: jnp.concatenate([layer[name] for name in names], axis=-1)
-    kept = {name: x for name, x in layer.items() if name not in ("q", "k", "v", "gate", "up")}
-    return kept | {"qkv": join("q", "k", "v"), "gate_up": join("gate", "up")}
 
 
 def create(config: Config, key: jax.Array, tokenizer, dtype=jnp.float32) -> Llama:

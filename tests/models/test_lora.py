@@ -8,9 +8,9 @@ import pytest
 from bytejax import InputError, parameters
 from bytejax.models import lora
 from bytejax.models.base import Block
-from tests.models.test_llama import make, random_ids
+from tests.models.test_llama import CONFIGS, make, random_ids
 
-NAMES = ("untied", "tied", "one kv head")
+NAMES = tuple(CONFIGS)
 
 
 def adapters(target, layers, rank=3, scale=0.3):
@@ -39,7 +39,7 @@ def test_states_are_those_of_a_target_with_the_adapters_added_to_its_kernels(nam
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("name", "layers", "batch", "panels"), [("untied", 1, 3, True), ("one kv head", 4, 1, False)])
+@pytest.mark.parametrize(("name", "layers", "batch", "panels"), [("untied", 1, 3, True), ("one kv head, scaled", 4, 1, False)])
 def test_cached_streams_equal_the_whole_sequence(name, layers, batch, panels, merged):
     """Ragged prompts, then chains of which every number of rows is kept; both streams after each."""
     target, width, total = unrolled(name, panels), 4, 60
@@ -99,14 +99,14 @@ def test_bfloat16_stays_bfloat16_under_float32_adapters(merged):
 
 
 def test_untrained_adapters_change_nothing():
-    target = make("tied").unrolled()
+    target = make("qk norm, tied").unrolled()
     params = parameters.init(lora.table(lora.LoraConfig(2, 4), target.config), jax.random.key(0))
     ids = random_ids(target, 1, 20)
     np.testing.assert_array_equal(target.states(ids, lora.create(params, target)), target.states(ids))
 
 
 def test_what_cannot_be_adapted():
-    target = make("tied")
+    target = make("qk norm, tied")
     with pytest.raises(InputError, match="last 3 layers: the target has 2"):
         lora.table(lora.LoraConfig(3, 4), target.config)
     with pytest.raises(InputError, match="rank"):
