@@ -194,12 +194,13 @@ def test_cached_blocks_equal_the_whole_sequence(batch):
     """Ragged prompts, then chains of which any number of rows is kept; rows that do not count hold other ids."""
     target, width, total = load("a_untied_expand").unrolled(), 5, 70
     ids = text(target, batch, total)
-    whole = STATES(target, ids)
+    whole, windows = STATES(target, ids), byte_llama._windows(ids)
     lengths = jnp.asarray([9, 1, 20])[:batch]
     prefilled, cache = PREFILL(target, ids[:, :20], lengths, target.init_cache(batch, total, width))
     np.testing.assert_allclose(prefilled.hidden[:, 0], whole[jnp.arange(batch), lengths - 1], atol=1e-4)
     path = jnp.broadcast_to(jnp.arange(width), (batch, width))
     for cycle in range(12):
+        np.testing.assert_array_equal(cache.history, windows[jnp.arange(batch), cache.lengths - 1])
         positions = cache.lengths[:, None] + jnp.arange(width)
         keep = (3 * jnp.arange(batch) + 2 * cycle) % (width + 1)
         good = jnp.arange(width) < jnp.maximum(keep, 1)[:, None]
