@@ -70,13 +70,15 @@ def both_ways(target, ids):
     """Logits of whole texts [2, 24], and of the same texts from a ragged prefill and two blocks of 5."""
     whole, lengths = target.logits(ids), jnp.asarray([11, 14])
     prefilled, cache = target.prefill(ids[:, :14], lengths, target.init_cache(2, 40, 5))
-    cached = [target.unembed(prefilled.hidden)]
-    for _ in range(2):
+
+    def block(cache, _):
         at = cache.lengths[:, None] + jnp.arange(5)
         extended = target.extend(Block.chain(jnp.take_along_axis(ids, at, 1)), cache)
-        cached.append(target.unembed(extended.hidden))
         cache = target.commit(cache, extended.pending, jnp.tile(jnp.arange(5), (2, 1)), jnp.full(2, 5))
-    return whole, jnp.concatenate(cached, 1)
+        return cache, target.unembed(extended.hidden)
+
+    _, blocks = jax.lax.scan(block, cache, length=2)
+    return whole, jnp.concatenate([target.unembed(prefilled.hidden), *blocks], 1)
 
 
 @pytest.mark.parametrize("seed", range(6))
