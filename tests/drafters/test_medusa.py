@@ -14,6 +14,7 @@ from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.medusa import Medusa, nodes
+from bytejax.training import tasks
 from tests.decoding import tiny
 from tests.models import evabyte_cases
 from tests.models.evabyte_cases import FOLDER, padded
@@ -159,6 +160,11 @@ def test_heads_are_a_circuit_at_first(case, name, window, adapter_rank, feed_wid
     hidden = jnp.asarray(case.io["multi_window.hidden"][:6])
     got, want = both(target, hidden, jax.random.randint(jax.random.key(0), (6, window), 0, target.vocab))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_training_of_circuits_starts_from_the_heads(case, tmp_path):
+    heads, hidden = tasks.own_heads(tmp_path, case.target), case.io["sub_chunk.hidden"]
+    np.testing.assert_allclose(jnp.einsum("td,pvd->tpv", hidden, heads), case.target.all_logits(hidden), atol=1e-4)
 
 
 def test_heads_as_an_ff_drafter_are_lossless(case):
