@@ -32,7 +32,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {
     "llama": (llama.Config.load, llama.table, llama.Llama),
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
-    "evabyte": (evabyte.Config, evabyte.table, evabyte.EvaByte),
+    "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 

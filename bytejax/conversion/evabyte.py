@@ -60,6 +60,9 @@ class EvaByteFamily(Family):
         stop = _end_ids(directory / "generation_config.json") or _as_ids(raw.get("eos_token_id")) or (EOS,)
         return evabyte.EvaByte(params=params, config=config, tokenizer=EvaByteTokenizer(stop=stop))
 
+    def serves(self, target):
+        return isinstance(target, evabyte.EvaByte)
+
     def config_of(self, target: evabyte.EvaByte) -> dict[str, Any]:
         c, stop = target.config, target.tokenizer.stop
         scaling = None if c.rope_scale == 1 else {"type": "linear", "factor": c.rope_scale}

@@ -9,6 +9,7 @@ F feed-forward width, V vocabulary, P prediction heads.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,6 +59,11 @@ class Config:
             raise InputError(f"window = {self.window} is not a multiple of chunk = {self.chunk}")
         if self.width % (2 * self.heads):
             raise InputError(f"width = {self.width} is not a multiple of 2 * heads = {2 * self.heads}")
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> "Config":
+        """From `dataclasses.asdict` that went through JSON. Raises TypeError for anything else."""
+        return cls(**saved)
 
     @property
     def head_dim(self) -> int:

@@ -14,6 +14,8 @@ from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.medusa import Medusa, nodes
+from bytejax.tokenizers import EvaByteTokenizer
+from bytejax.training import tasks
 from tests.decoding import tiny
 from tests.models import evabyte_cases
 from tests.models.evabyte_cases import FOLDER, padded
@@ -97,24 +99,21 @@ STEPS = ("tree_tokens", "tree_argmax", "tree_lse", "new_per_step", "positions_co
 
 
 def test_generation_with_trees_is_the_targets_own_text(case):
-    """Ends and limits cut the reference's uncut steps; several bytes per pass."""
-    names = case.having("generate.output_ids")
+    """Also where limits and ends cut the steps, which the reference returns uncut."""
+    names, stop = case.having("generate.output_ids"), int(case.io["eos_demo.eos_id"][0])
     prompts, want = [case.prompt(x) for x in names], [case.new(x) for x in names]
-    drafter = bytejax.load_drafter("evabyte", case.target, tree="tree31")
-    result = bytejax.generate(case.target, prompts, drafter=drafter, max_new_tokens=len(want[0]))
-    assert result.ids == want
-    assert result.stats.accept_length > 1.5
-    stop = int(case.io["eos_demo.eos_id"][0])
-    tokenizer = type(case.target.tokenizer)(stop=(stop,))
-    ended = bytejax.generate(case.target.replace(tokenizer=tokenizer), prompts, drafter=drafter, max_new_tokens=72)
+    target = case.target.replace(tokenizer=EvaByteTokenizer(stop=(stop,)))
+    drafter = bytejax.load_drafter("evabyte", target, tree="tree31")
+    result = bytejax.generate(target, prompts, drafter=drafter, max_new_tokens=len(want[0]))
+    assert result.ids == [x[: x.index(stop) + 1] if stop in x else x for x in want]
+    assert set(result.finish_reasons) == {"stop", "length"} and result.stats.accept_length > 1.5
     row = names.index("multi_window")
-    assert ended.ids[row] == want[row][: want[row].index(stop) + 1]
-    assert prompts[row] + ended.ids[row] == case.io["eos_demo.generate.output_ids"].tolist()
+    assert prompts[row] + result.ids[row] == case.io["eos_demo.generate.output_ids"].tolist()
 
 
 def test_sampled_text_of_one_byte_per_depth_keeps_its_law(case):
     """A tree's first bytes, drawn many times, against the target's probabilities."""
-    prompt, draws = case.prompt("sub_window"), 1024
+    prompt, draws = case.prompt("sub_window"), 256
     drafter = Medusa.create([[4], [2, 1]])
     options = dict(max_new_tokens=2, temperature=0.5, top_k=4)
     result = bytejax.generate(case.target, [prompt] * draws, drafter=drafter, **options)
@@ -159,6 +158,11 @@ def test_heads_are_a_circuit_at_first(case, name, window, adapter_rank, feed_wid
     hidden = jnp.asarray(case.io["multi_window.hidden"][:6])
     got, want = both(target, hidden, jax.random.randint(jax.random.key(0), (6, window), 0, target.vocab))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_training_of_circuits_starts_from_the_heads(case, tmp_path):
+    heads, hidden = tasks.own_heads(tmp_path, case.target), case.io["sub_chunk.hidden"]
+    np.testing.assert_allclose(jnp.einsum("td,pvd->tpv", hidden, heads), case.target.all_logits(hidden), atol=1e-4)
 
 
 def test_heads_as_an_ff_drafter_are_lossless(case):

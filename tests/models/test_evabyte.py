@@ -258,7 +258,7 @@ def test_a_tree_is_its_paths_and_keeps_the_accepted_one(small, static):
         np.testing.assert_allclose(after.hidden[row], want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, jnp.float32), (3, jnp.bfloat16)])
 def test_chains_equal_autoregression_of_the_same_width_bit_for_bit(small, batch, dtype):
     target = small.target.replace(params=jax.tree.map(lambda x: x.astype(dtype), small.target.params)).unrolled()
     prompts = [small.prompt(name) for name in ("one_window", "sub_chunk", "multi_window")][:batch]
@@ -272,7 +272,6 @@ def test_chains_equal_autoregression_of_the_same_width_bit_for_bit(small, batch,
 @pytest.mark.parametrize(
     ("batch", "make", "bonus"),
     [
-        (1, Oracle, "condition"),
         (3, Oracle, "condition"),
         (3, Oracle, "carry"),
         (1, Tree, "condition"),
