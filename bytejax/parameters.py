@@ -5,21 +5,24 @@ our own files and from a reference checkpoint, and writing back to either.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bytejax.conversion import checkpoints
+from bytejax.conversion.checkpoints import Reader
 from bytejax.errors import InputError
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that weights may be stored in
 Table = Mapping[str, Any]  # nested dict of Param
 Params = dict[str, Any]  # the same nesting, of arrays
 
@@ -97,34 +100,77 @@ def count(table: Table) -> int:
 
 def shardings(table: Table, mesh: Mesh, rules: Mapping[str, str | tuple[str, ...] | None]) -> Params:
     """`NamedSharding` of every array. `rules` maps a logical axis to mesh axes; unnamed axes are replicated."""
-    return _map(lambda p: NamedSharding(mesh, PartitionSpec(*(rules.get(a) for a in p.full_axes))), table)
+    return _map(sharding_by(mesh, rules), table)
+
+
+def check(table: Table, reader: Reader, reference: bool = False, ignored: Sequence[str] = ()) -> None:
+    """Raises InputError naming every tensor that is missing, unexpected, misshapen or not of floats, in one line.
+
+    reference: whether the checkpoint has the reference's names and axes, or ours. ignored: regular expressions of names
+    that need not be expected.
+    """
+    expected = {}
+    for name, p in flatten(table).items():
+        if reference and p.source is None:
+            raise ValueError(f"parameter {name} has no counterpart in the reference format")
+        sources = dict.fromkeys(p.sources(), _reference_shape(p)) if reference else {name: p.full_shape}
+        expected |= sources
+    names = set(reader.names())
+    problems = [f"missing {n}" for n in sorted(set(expected) - names)]
+    extra = sorted(n for n in names - set(expected) if not any(re.fullmatch(i, n) for i in ignored))
+    problems += [f"unexpected {n}" + _in_file(reader, n) for n in extra]
+    for name, shape in expected.items():
+        if name not in names:
+            continue
+        if (got := reader.shape(name)) != shape:
+            problems.append(f"{name}{_in_file(reader, name)} has shape {got}, expected {shape}")
+        if (kind := reader.dtype(name).name) not in FLOATS:
+            problems.append(f"{name}{_in_file(reader, name)} has dtype {kind}, expected one of {', '.join(FLOATS)}")
+    if problems:
+        raise InputError(f"{reader.where} does not fit the model: " + "; ".join(problems))
+
+
+def read(
+    table: Table,
+    reader: Reader,
+    dtype=None,
+    reference: bool = False,
+    ignored: Sequence[str] = (),
+    layer_form: Callable[[Params], Params] | None = None,
+    sharding: Callable[[Param], NamedSharding] | None = None,
+) -> Params:
+    """Parameters from a checkpoint, each tensor straight into its destination.
+
+    Beside what is already loaded, memory holds one tensor, or one layer where layers are given a form of their own.
+
+    dtype: of the parameters; None keeps the checkpoint's. reference, ignored: see `check`, which is made first.
+    layer_form: from one layer's parameters, as the table has them, to what takes their place; "layers" is then a tuple.
+    sharding: where arrays go, e.g. `sharding_by(mesh, rules)`; every process reads its own part only.
+    """
+    check(table, reader, reference, ignored)
+    source = _Source(reader, reference, None if dtype is None else jnp.dtype(dtype), sharding)
+    stack = table.get("layers") if layer_form else None
+    whole = flatten({name: x for name, x in table.items() if stack is None or name != "layers"})
+    largest_first = sorted(whole, key=lambda name: -math.prod(whole[name].full_shape))  # while there is most room
+    params = _unflatten({name: source.array(name, whole[name]) for name in largest_first})
+    if stack is None:
+        return params
+    flat = flatten(stack)
+    count = next(iter(flat.values())).layers
+    return params | {"layers": tuple(source.layer(flat, i, layer_form) for i in range(count))}
+
+
+def sharding_by(mesh: Mesh, rules: Mapping[str, str | tuple[str, ...] | None]) -> Callable[[Param], NamedSharding]:
+    """The sharding of a parameter, as in `shardings`."""
+    return lambda p: NamedSharding(mesh, PartitionSpec(*(rules.get(a) for a in p.full_axes)))
 
 
 def from_reference(table: Table, tensors: Mapping[str, np.ndarray], where: str = "checkpoint") -> Params:
-    """Parameters from a reference's state dict.
+    """Parameters from a reference's state dict, in its dtypes.
 
     Raises InputError naming every missing, unexpected or misshapen tensor, all of them in one line.
     """
-    problems, flat, used = [], {}, set()
-    for name, p in flatten(table).items():
-        if p.source is None:
-            raise ValueError(f"parameter {name} has no counterpart in the reference format")
-        parts = []
-        for source in p.sources():
-            used.add(source)
-            if source not in tensors:
-                problems.append(f"missing {source}")
-                continue
-            got = _relayout(np.asarray(tensors[source]), p.layout)
-            if got is None or got.shape != p.shape:
-                problems.append(f"{source} has shape {tensors[source].shape}, expected {_reference_shape(p)}")
-            else:
-                parts.append(got)
-        flat[name] = parts[0] if p.layers is None and parts else parts
-    problems += [f"unexpected {t}" for t in sorted(set(tensors) - used)]
-    if problems:
-        raise InputError(f"{where} does not fit the model: " + "; ".join(problems))
-    return _unflatten({name: np.stack(x) if isinstance(x, list) else x for name, x in flat.items()})
+    return read(table, checkpoints.Tensors(tensors, where), reference=True)
 
 
 def to_reference(table: Table, params: Params) -> dict[str, np.ndarray]:
@@ -152,25 +198,7 @@ def load(path: Path | str, table: Table, dtype=None) -> Params:
     Raises InputError for a file that is no safetensors file, is cut short, or does not fit the table (every problem
     named).
     """
-    expected = {name: p.full_shape for name, p in flatten(table).items()}
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            names = set(file.keys())
-            problems = [f"missing {n}" for n in sorted(set(expected) - names)]
-            problems += [f"unexpected {n}" for n in sorted(names - set(expected))]
-            for name in sorted(names & set(expected)):
-                shape = tuple(file.get_slice(name).get_shape())
-                if shape != expected[name]:
-                    problems.append(f"{name} has shape {shape}, expected {expected[name]}")
-            if problems:
-                raise InputError(f"{path} does not fit the model: " + "; ".join(problems))
-            return _unflatten({n: jnp.asarray(file.get_tensor(n), dtype) for n in expected})
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror or e}") from None
-    except safetensors.SafetensorError as e:
-        raise InputError(f"{path} is not a complete safetensors file ({e})") from None
+    return read(table, checkpoints.SafetensorsFile(path), dtype)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -179,6 +207,88 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, x in tree.items():
         flat |= flatten(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {prefix + name: x}
     return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A checkpoint with what becomes of its tensors; see `read`."""
+
+    reader: Reader
+    reference: bool
+    dtype: Any
+    sharding: Callable[[Param], NamedSharding] | None
+
+    def array(self, name: str, p: Param) -> jax.Array:
+        """A parameter as the table has it."""
+        if self.sharding is not None:
+            return self._sharded(name, p, self.sharding(p))
+        if p.layers is None:
+            return self._arranged({name: p}, None)[name]
+        stack = None
+        for i in range(p.layers):
+            x = self._arranged({name: p}, i)[name]
+            stack = jnp.zeros(p.full_shape, x.dtype) if stack is None else stack
+            stack = jax.block_until_ready(_set_row(stack, x, i))
+        return stack
+
+    def layer(self, declared: Mapping[str, Param], index: int, form: Callable[[Params], Params]) -> Params:
+        """One layer's parameters in the form that the target holds."""
+        if self.sharding is None:
+            return self._arranged(declared, index, "layers.", form)
+        arrays = {}
+        for name, p in declared.items():
+            sharding = self.sharding(dataclasses.replace(p, layers=None))
+            arrays[name] = self._sharded("layers." + name, p, sharding, index)
+        return jax.block_until_ready(_formed(arrays, form))
+
+    def _arranged(self, declared, layer, prefix="", form=None):
+        raw = {name: jax.device_put(self._raw(prefix + name, p, layer)) for name, p in declared.items()}
+        layouts = tuple((name, p.layout if self.reference else None) for name, p in declared.items())
+        # Waiting keeps what was read ahead from piling up.
+        return jax.block_until_ready(_arranged(raw, layouts, self.dtype, form))
+
+    def _raw(self, name: str, p: Param, layer: int | None) -> np.ndarray:
+        if self.reference:
+            return self.reader.read(p.source if layer is None else p.source.format(layer=layer))
+        return self.reader.read(name) if layer is None else self.reader.read(name)[layer]
+
+    def _sharded(self, name: str, p: Param, sharding: NamedSharding, layer: int | None = None) -> jax.Array:
+        """The array, or one layer's; a shard is copied out of the mapped tensors it lies in."""
+
+        def part(layer, index):
+            x = self._raw(name, p, layer)
+            return (_relayout(x, p.layout) if self.reference else x)[index]
+
+        def shard(index):
+            if p.layers is None or layer is not None:
+                x = part(layer, index)
+            else:
+                x = np.stack([part(i, index[1:]) for i in range(*index[0].indices(p.layers))])
+            return np.array(x, self.dtype or x.dtype, order="C")
+
+        return jax.make_array_from_callback(p.full_shape if layer is None else p.shape, sharding, shard)
+
+
+@functools.partial(jax.jit, static_argnames=("layouts", "dtype", "form"))
+def _arranged(raw, layouts, dtype, form):
+    moved = {name: raw[name] if layout is None else _relayout(raw[name], layout) for name, layout in layouts}
+    # A copy in any case: the tensor as it was read may be a view of its file.
+    arrays = {name: jnp.array(x, dtype or x.dtype, copy=True) for name, x in moved.items()}
+    return arrays if form is None else form(_unflatten(arrays))
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _formed(arrays, form):
+    return form(_unflatten(arrays))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_row(stack, x, index):
+    return jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
+
+
+def _in_file(reader: Reader, name: str) -> str:
+    return "" if reader.file(name) == reader.where else f" in {reader.file(name)}"
 
 
 def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,20 @@
+"""The families of released checkpoints, by the `model_type` of their config.json."""
+
+import importlib
+
+from bytejax.conversion.base import Family
+from bytejax.errors import InputError
+
+MODEL_TYPES = {  # imported when asked for
+    "llama": "bytejax.conversion.llama:LlamaFamily",
+    "qwen3": "bytejax.conversion.llama:Qwen3Family",
+    "evabyte": "bytejax.conversion.evabyte:EvaByteFamily",
+}
+
+
+def family(model_type: object, where: str) -> Family:
+    """The family of a checkpoint. Raises InputError, with `where` it was asked for, where there is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise InputError(f"{where} has the model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}")
+    module, name = MODEL_TYPES[model_type].split(":")
+    return getattr(importlib.import_module(module), name)()
