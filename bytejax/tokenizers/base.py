@@ -54,6 +54,10 @@ class Tokenizer(abc.ABC):
     def save(self, directory: Path) -> dict[str, Any]:
         """What `tokenizers.load` needs, as JSON values; further files go into the directory, which exists."""
 
+    def release(self, directory: Path) -> None:
+        """Writes the files that the family's released checkpoints have for their tokenizer, if any."""
+        return
+
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
