@@ -31,7 +31,7 @@ from bytejax.parameters import Params, Table
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-FAMILIES = {"llama": (llama.Config, llama.table, llama.Llama)}
+FAMILIES = {"llama": (llama.Config.load, llama.table, llama.Llama)}
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -110,7 +110,7 @@ def _saved_target(directory: Path) -> tuple[Target, Table, SafetensorsFile]:
     saved = _read_config(directory, "bytejax-target")
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
-        config = make_config(**saved["config"])
+        config = make_config(saved["config"])
         tokenizer = tokenizers.load(saved["tokenizer"], directory)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None

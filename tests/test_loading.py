@@ -12,6 +12,7 @@ from bytejax import InputError, loading
 from bytejax.decoding.generate import generate
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.models import lora
+from bytejax.models.llama import RopeScaling
 from tests.decoding.tiny import make_adapters, make_drafter, make_head, make_target
 
 
@@ -32,6 +33,14 @@ def test_what_is_saved_decodes_as_before(saved):
     want = generate(target, [[1, 2, 3]], drafter=drafter, max_new_tokens=30)
     got = generate(loaded, [[1, 2, 3]], drafter=loaded_drafter, max_new_tokens=30)
     assert got.ids == want.ids and got.stats.accept_histogram == want.stats.accept_histogram
+
+
+def test_every_number_of_a_config_survives_its_file(tmp_path):
+    target = make_target(unrolled=False, qk_norm=True, rope_scaling=RopeScaling(7.5, 1.25, 3.5, 60))
+    bytejax.save_target(tmp_path, target, jnp.float32)
+    loaded = bytejax.load_target(tmp_path, unroll=False)
+    assert loaded.config == target.config and hash(loaded.config) == hash(target.config)
+    np.testing.assert_array_equal(loaded.logits([[1, 2, 3]]), target.logits([[1, 2, 3]]))
 
 
 def test_an_unrolled_target_is_saved_as_the_stack_it_came_from(saved):

@@ -4,11 +4,15 @@ Letters: B batch, T time, N block rows, S cache slots, D model width, K kv heads
 F feed-forward width.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from bytejax.errors import InputError
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -67,13 +71,44 @@ def swiglu(params: dict, x: jax.Array, adapters: dict | None = None, first: int 
     return dense_with(jax.nn.silu(gate) * up, params["down"], of("down"), first)
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's longer rotary wavelengths (rope type "llama3"), which stretch the context by `factor`.
+
+    Wavelengths above original_context / low_freq_factor are stretched, those below original_context / high_freq_factor
+    kept, and frequencies between blended. original_context: positions the model was trained for before.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self):
+        if min(self.factor, self.low_freq_factor, self.original_context) <= 0:
+            raise InputError(f"every number of a rope scaling must be positive: {self}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise InputError(f"a rope scaling needs high_freq_factor above low_freq_factor: {self}")
+
+
+def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Angle per position of each pair of a head of `size`, [size / 2] float32, rounded once at the end."""
+    half = size // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    if scaling is not None:
+        s, turns = scaling, scaling.original_context * frequencies / (2 * np.pi)
+        kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / s.factor
+    return frequencies.astype(np.float32)
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
     """Rotary position embedding, halves rotated against each other.
 
     Angles in float32. x [B, T, heads, H], positions [B or 1, T].
     """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = rotary_frequencies(x.shape[-1], theta, scaling)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

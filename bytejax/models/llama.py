@@ -1,10 +1,11 @@
-"""Llama-family decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head.
+"""Llama-family decoder (Llama, Qwen3): grouped-query attention, rotary positions, SwiGLU, RMSNorm.
 
 Letters: B batch, T time, N block rows, S cache slots, D model width, K kv heads, G heads per kv head, H head size,
 F feed-forward width, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from bytejax.errors import InputError
 from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Block, Extended, Target
 from bytejax.models.causal import causal_attention
+from bytejax.models.layers import RopeScaling
 from bytejax.parameters import Param, Table
 
 ATTENTION_BLOCK = 256  # queries at a time in whole sequences
@@ -26,7 +28,8 @@ PANEL = 64  # outputs in one panel of a kernel, measured on CPUs with AVX-512
 class Config:
     """Numbers of the architecture.
 
-    head_dim need not be width / heads; context is how many positions it was trained for.
+    head_dim need not be width / heads; context is how many positions it was trained for. qk_norm: whether queries and
+    keys pass an RMSNorm over each head before they are rotated (Qwen3).
     """
 
     vocab: int
@@ -40,6 +43,8 @@ class Config:
     norm_eps: float
     tied: bool
     context: int
+    qk_norm: bool
+    rope_scaling: RopeScaling | None
 
     def __post_init__(self):
         if min(self.vocab, self.width, self.layers, self.heads, self.kv_heads, self.head_dim, self.ffn_width) < 1:
@@ -49,10 +54,16 @@ class Config:
         if self.head_dim % 2:
             raise InputError(f"head_dim = {self.head_dim} is odd; rotary positions need an even one")
 
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> "Config":
+        """From `dataclasses.asdict` that went through JSON. Raises KeyError or TypeError for anything else."""
+        scaling = saved["rope_scaling"]
+        return cls(**{**saved, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+
 
 def table(c: Config) -> Table:
     """Parameter table, with the names of transformers' LlamaForCausalLM."""
-    D, F, V = c.width, c.ffn_width, c.vocab
+    D, F, V, H = c.width, c.ffn_width, c.vocab, c.head_dim
     Q, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
     ones, near = jax.nn.initializers.ones, parameters.normal(0.02)
     into = lambda fan_in: parameters.normal(fan_in**-0.5)
@@ -69,6 +80,9 @@ def table(c: Config) -> Table:
         "up": Param((D, F), ("embed", "ffn"), into(D), at + "mlp.up_proj.weight", "F D -> D F"),
         "down": Param((F, D), ("ffn", "embed"), back(F), at + "mlp.down_proj.weight", "D F -> F D"),
     }
+    if c.qk_norm:
+        layer["q_norm"] = Param((H,), ("head",), ones, at + "self_attn.q_norm.weight", "H -> H")
+        layer["k_norm"] = Param((H,), ("head",), ones, at + "self_attn.k_norm.weight", "H -> H")
     whole = {
         "embedding": Param((V, D), ("vocab", "embed"), near, "model.embed_tokens.weight", "V D -> V D"),
         "layers": parameters.stacked(layer, c.layers),
@@ -322,8 +336,10 @@ class Llama(Target):
         else:
             heads = lambda name: L.dense(h, p[name]).reshape(b, t, -1, c.head_dim)
             q, k, v = heads("q"), heads("k"), heads("v")
-        q, k = L.rotary(q, positions, c.rope_theta), L.rotary(k, positions, c.rope_theta)
-        return q, k, v
+        if c.qk_norm:
+            q, k = L.rms_norm(q, p["q_norm"], c.norm_eps), L.rms_norm(k, p["k_norm"], c.norm_eps)
+        rotated = lambda x: L.rotary(x, positions, c.rope_theta, c.rope_scaling)
+        return rotated(q), rotated(k), v
 
     def _after_attention(self, p, x, mixed, adapters=None, first=0):
         x = x + L.dense_with(mixed, p["o"], adapters and adapters["o"], first)

@@ -63,7 +63,8 @@ def make(config: Config) -> Task:
 def _target_task(config: Config) -> Task:
     tokenizer, dtype, mtp = tokenizers.DEMO, jnp.dtype(config.compute_dtype), config.mtp
     sizes = dataclasses.asdict(config.architecture)
-    architecture = llama.Config(vocab=tokenizer.vocab, context=config.data.sequence_length, **sizes)
+    numbers = dict(vocab=tokenizer.vocab, context=config.data.sequence_length, qk_norm=False, rope_scaling=None)
+    architecture = llama.Config(**numbers, **sizes)
     head = mtp and HeadConfig(circuits.FF(mtp.window), architecture.width, tokenizer.vocab, None)
     table = {"model": llama.table(architecture)} | ({"mtp": heads.table(head)} if mtp else {})
 

@@ -26,6 +26,8 @@ def tiny(seed=5, width=16, tokenizer=DEMO):
         norm_eps=1e-5,
         tied=False,
         context=CONTEXT,
+        qk_norm=False,
+        rope_scaling=None,
     )
     return llama.create(config, jax.random.key(seed), tokenizer)
 

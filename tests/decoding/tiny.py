@@ -18,7 +18,7 @@ def make_target(vocab=23, dtype=jnp.float32, sharpness=3.0, stop=(), banned=(), 
     numbers = dict(
         vocab=vocab, width=24, layers=2, heads=4, kv_heads=2, head_dim=10, ffn_width=36, rope_theta=300.0, norm_eps=1e-3
     )
-    config = llama.Config(**(numbers | dict(tied=False, context=400) | changes))
+    config = llama.Config(**(numbers | dict(tied=False, context=400, qk_norm=False, rope_scaling=None) | changes))
     tokenizer = ByteTokenizer(vocab=vocab, offset=0, bos=None, stop=stop, banned=banned)
     target = llama.create(config, jax.random.key(seed), tokenizer)
     params = target.params | {"embedding": target.params["embedding"] * 40, "head": target.params["head"] * sharpness}

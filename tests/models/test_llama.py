@@ -13,9 +13,11 @@ from bytejax.models.base import Block
 from bytejax.tokenizers import ByteTokenizer
 
 CONFIGS = {
-    "untied": llama.Config(29, 24, 3, 6, 2, 10, 44, 777.0, 3e-3, False, 200),
-    "tied": llama.Config(31, 40, 2, 5, 5, 6, 36, 2.5e4, 1e-6, True, 200),
-    "one kv head": llama.Config(33, 18, 4, 3, 1, 12, 20, 1e4, 1e-5, False, 200),
+    "untied": llama.Config(29, 24, 3, 6, 2, 10, 44, 777.0, 3e-3, False, 200, False, None),
+    "qk norm, tied": llama.Config(31, 40, 2, 5, 5, 6, 36, 2.5e4, 1e-6, True, 200, True, None),
+    "one kv head, scaled": llama.Config(
+        33, 18, 4, 3, 1, 12, 20, 1e4, 1e-5, False, 200, False, llama.RopeScaling(7.0, 1.5, 3.0, 40)
+    ),
 }
 
 
@@ -33,11 +35,16 @@ def random_ids(target, *shape, seed=1):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(name):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     c = CONFIGS[name]
-    reference = LlamaForCausalLM(
-        LlamaConfig(
+    family = "Qwen3" if c.qk_norm else "Llama"
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if s := c.rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": s.factor, "original_max_position_embeddings": s.original_context}
+        rope |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
+    reference = getattr(transformers, family + "ForCausalLM")(
+        getattr(transformers, family + "Config")(
             vocab_size=c.vocab,
             hidden_size=c.width,
             num_hidden_layers=c.layers,
@@ -45,7 +52,7 @@ def test_logits_equal_transformers(name):
             num_key_value_heads=c.kv_heads,
             head_dim=c.head_dim,
             intermediate_size=c.ffn_width,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            rope_parameters=rope,
             rms_norm_eps=c.norm_eps,
             tie_word_embeddings=c.tied,
             max_position_embeddings=c.context,
@@ -125,7 +132,7 @@ def test_a_tree_is_its_paths_and_keeps_the_accepted_one(unrolled):
 
 
 def test_a_static_tree_equals_the_same_tree_given_at_run_time():
-    target = make("tied")
+    target = make("qk norm, tied")
     _, cache = target.prefill(random_ids(target, 1, 7), jnp.asarray([7]), target.init_cache(1, 20, 5))
     parents = (0, 0, 0, 2, 3)
     dynamic = Block(random_ids(target, 1, 5), jnp.asarray([parents]), jnp.ones((1, 5), bool), jnp.ones((1, 5), bool))
@@ -143,7 +150,7 @@ def test_rows_given_as_embeddings_equal_rows_given_as_ids():
 
 
 def test_long_prompts_are_attended_in_chunks():
-    target = make("one kv head")
+    target = make("one kv head, scaled")
     ids = random_ids(target, 1, 1280)
     prefilled, _ = target.prefill(ids, jnp.asarray([1275]), target.init_cache(1, 1280, 1))
     np.testing.assert_allclose(target.unembed(prefilled.hidden)[0, 0], target.logits(ids)[0, 1274], atol=2e-4)
