@@ -19,7 +19,7 @@ import numpy as np
 from bytejax import circuits, parameters, tokenizers
 from bytejax.circuits import head as heads
 from bytejax.conversion import checkpoints, hub
-from bytejax.conversion.checkpoints import SafetensorsFile
+from bytejax.conversion.checkpoints import Reader, SafetensorsFile
 from bytejax.conversion.released import open_released
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
@@ -44,13 +44,17 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     """Writes a target: weights in `dtype`, config and tokenizer as JSON."""
     target, directory = target.stacked(), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    _save(directory, target_values(target, directory), {WEIGHTS: target.params}, dtype)
+
+
+def target_values(target: Target, directory: Path) -> dict[str, Any]:
+    """What the config.json of a saved target holds; the tokenizer's files are written into the directory."""
+    return {
         "format": "bytejax-target",
-        "family": next(name for name, (_, _, cls) in FAMILIES.items() if isinstance(target, cls)),
+        "family": next(name for name, (_, _, cls) in FAMILIES.items() if type(target) is cls),
         "config": dataclasses.asdict(target.config),
         "tokenizer": tokenizers.save(target.tokenizer, directory),
     }
-    _save(directory, config, {WEIGHTS: target.params}, dtype)
 
 
 def target_path(source: Path | str) -> Path:
@@ -99,13 +103,18 @@ def load_target(
         read = parameters.read(table, reader, DTYPES[dtype], layer_form=form, sharding=sharding, **options)
         return target.replace(params=read)
 
-    if path.is_dir() and "format" in _config(path):
-        return read(*_saved_target(path))
+    if is_saved_target(path):
+        return read(*saved_target(path))
     released = open_released(path)
     return read(released.target, released.table, released.reader, reference=True, ignored=released.family.ignored)
 
 
-def _saved_target(directory: Path) -> tuple[Target, Table, SafetensorsFile]:
+def is_saved_target(path: Path) -> bool:
+    """Whether a target's path is a directory of ours, and not a checkpoint as it was released."""
+    return path.is_dir() and "format" in _config(path)
+
+
+def saved_target(directory: Path) -> tuple[Target, Table, Reader]:
     """What `save_target` wrote: the target without its parameters, their table, and where they are."""
     saved = _read_config(directory, "bytejax-target")
     try:
@@ -128,7 +137,8 @@ class _LayerForm:
 
     def __call__(self, layer: Params) -> Params:
         alone = {"layers": jax.tree.map(lambda x: x[None], layer)}
-        target = self.kind(params=alone, config=self.config, tokenizer=None)
+        others = {field.name: None for field in dataclasses.fields(self.kind)}
+        target = self.kind(**others | {"params": alone, "config": self.config})
         return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
 
 

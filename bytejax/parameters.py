@@ -113,7 +113,7 @@ def check(table: Table, reader: Reader, reference: bool = False, ignored: Sequen
     for name, p in flatten(table).items():
         if reference and p.source is None:
             raise ValueError(f"parameter {name} has no counterpart in the reference format")
-        sources = dict.fromkeys(p.sources(), _reference_shape(p)) if reference else {name: p.full_shape}
+        sources = dict.fromkeys(p.sources(), reference_shape(p)) if reference else {name: p.full_shape}
         expected |= sources
     names = set(reader.names())
     problems = [f"missing {n}" for n in sorted(set(expected) - names)]
@@ -179,7 +179,7 @@ def to_reference(table: Table, params: Params) -> dict[str, np.ndarray]:
     for name, p in flatten(table).items():
         value = np.asarray(flatten(params)[name])
         for source, x in zip(p.sources(), [value] if p.layers is None else value, strict=True):
-            tensors[source] = np.ascontiguousarray(_relayout(x, " -> ".join(reversed(p.layout.split("->")))))
+            tensors[source] = np.ascontiguousarray(relayout(x, " -> ".join(reversed(p.layout.split("->")))))
     return tensors
 
 
@@ -257,7 +257,7 @@ class _Source:
 
         def part(layer, index):
             x = self._raw(name, p, layer)
-            return (_relayout(x, p.layout) if self.reference else x)[index]
+            return (relayout(x, p.layout) if self.reference else x)[index]
 
         def shard(index):
             if p.layers is None or layer is not None:
@@ -271,7 +271,7 @@ class _Source:
 
 @functools.partial(jax.jit, static_argnames=("layouts", "dtype", "form"))
 def _arranged(raw, layouts, dtype, form):
-    moved = {name: raw[name] if layout is None else _relayout(raw[name], layout) for name, layout in layouts}
+    moved = {name: raw[name] if layout is None else relayout(raw[name], layout) for name, layout in layouts}
     # A copy in any case: the tensor as it was read may be a view of its file.
     arrays = {name: jnp.array(x, dtype or x.dtype, copy=True) for name, x in moved.items()}
     return arrays if form is None else form(_unflatten(arrays))
@@ -306,12 +306,14 @@ def _map(f: Callable, table: Table) -> dict[str, Any]:
     return {name: _map(f, x) if isinstance(x, Mapping) else f(x) for name, x in table.items()}
 
 
-def _relayout(x: np.ndarray, layout: str) -> np.ndarray | None:
+def relayout(x: np.ndarray, layout: str) -> np.ndarray | None:
+    """An array with its axes as `layout` says, e.g. "F D -> D F"; None where it has another number of axes."""
     before, after = (re.findall(r"\w+", side) for side in layout.split("->"))
     return x.transpose([before.index(a) for a in after]) if x.ndim == len(before) else None
 
 
-def _reference_shape(p: Param) -> tuple[int, ...]:
+def reference_shape(p: Param) -> tuple[int, ...]:
+    """Shape of one of the reference's tensors."""
     before, after = (re.findall(r"\w+", side) for side in p.layout.split("->"))
     sizes = dict(zip(after, p.shape, strict=True))
     return tuple(sizes[a] for a in before)

@@ -4,6 +4,7 @@ import importlib
 
 from bytejax.conversion.base import Family
 from bytejax.errors import InputError
+from bytejax.models.base import Target
 
 MODEL_TYPES = {  # imported when asked for
     "llama": "bytejax.conversion.llama:LlamaFamily",
@@ -18,3 +19,12 @@ def family(model_type: object, where: str) -> Family:
         raise InputError(f"{where} has the model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}")
     module, name = MODEL_TYPES[model_type].split(":")
     return getattr(importlib.import_module(module), name)()
+
+
+def family_of(target: Target) -> Family:
+    """The family as whose checkpoint a target can be written. Raises InputError where there is none."""
+    for model_type in MODEL_TYPES:
+        found = family(model_type, "")
+        if found.serves(target):
+            return found
+    raise InputError(f"a {type(target).__name__} like this one has no released layout")

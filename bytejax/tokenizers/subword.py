@@ -164,14 +164,23 @@ class SubwordTokenizer(Tokenizer):
             if ESCAPED.fullmatch(part):
                 ids.append(self._byte(ord(part) - 0xDC00))
             elif part:
+                self._check(part.encode())
                 ids += self._backends[allow_special].encode(part, add_special_tokens=False).ids
         return ids
 
     def _byte(self, byte: int) -> int:
-        i = self._backends[False].token_to_id(byte_alphabet()[byte])
-        if i is None:
-            raise InputError(f"the text is no UTF-8, and the tokenizer has no token for its byte 0x{byte:02x}")
-        return i
+        self._check(bytes([byte]))
+        return self._backends[False].token_to_id(byte_alphabet()[byte])
+
+    @functools.cached_property
+    def _without_token(self) -> frozenset[int]:
+        """Bytes that no token can spell; the package would leave them out."""
+        return frozenset(b for b, c in enumerate(byte_alphabet()) if self._backends[False].token_to_id(c) is None)
+
+    def _check(self, data: bytes) -> None:
+        lost = self._without_token.intersection(data)
+        if lost:
+            raise InputError(f"the tokenizer has no token for the byte 0x{min(lost):02x} of the text")
 
     def _round_trip(self, text: str) -> bytes:
         return self.to_bytes(self._ids(text, False))
