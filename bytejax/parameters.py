@@ -22,6 +22,7 @@ from bytejax.conversion import checkpoints
 from bytejax.conversion.checkpoints import Reader
 from bytejax.errors import InputError
 
+SMALL = 2**24  # items of a layer that are read together
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that weights may be stored in
 Table = Mapping[str, Any]  # nested dict of Param
 Params = dict[str, Any]  # the same nesting, of arrays
@@ -151,7 +152,7 @@ def read(
     source = _Source(reader, reference, None if dtype is None else jnp.dtype(dtype), sharding)
     stack = table.get("layers") if layer_form else None
     whole = flatten({name: x for name, x in table.items() if stack is None or name != "layers"})
-    largest_first = sorted(whole, key=lambda name: -math.prod(whole[name].full_shape))  # while there is most room
+    largest_first = sorted(whole, key=lambda name: -math.prod(whole[name].shape))  # while there is most room
     params = _unflatten({name: source.array(name, whole[name]) for name in largest_first})
     if stack is None:
         return params
@@ -242,10 +243,22 @@ class _Source:
         return jax.block_until_ready(_formed(arrays, form))
 
     def _arranged(self, declared, layer, prefix="", form=None):
-        raw = {name: jax.device_put(self._raw(prefix + name, p, layer)) for name, p in declared.items()}
         layouts = tuple((name, p.layout if self.reference else None) for name, p in declared.items())
-        # Waiting keeps what was read ahead from piling up.
-        return jax.block_until_ready(_arranged(raw, layouts, self.dtype, form))
+        if form is None:
+            return jax.block_until_ready(_arranged(self._put(declared, layer, prefix), layouts, self.dtype))
+        shapes = tuple((name, p.shape) for name, p in declared.items())
+        pieces, structure = _parts(form, shapes)
+        leaves = {}
+        for group, needed in pieces:
+            raw = self._put({name: declared[name] for name in sorted(needed)}, layer, prefix)
+            made = _formed_part(raw, layouts, self.dtype, form, shapes, group)
+            leaves |= zip(group, jax.block_until_ready(made), strict=True)
+        return jax.tree.unflatten(structure, [leaves[i] for i in range(len(leaves))])
+
+    def _put(self, declared, layer, prefix):
+        """Tensors as they were read. Waiting for each keeps what is read ahead from piling up."""
+        put = lambda name, p: jax.block_until_ready(jax.device_put(self._raw(prefix + name, p, layer)))
+        return {name: put(name, p) for name, p in declared.items()}
 
     def _raw(self, name: str, p: Param, layer: int | None) -> np.ndarray:
         if self.reference:
@@ -269,12 +282,44 @@ class _Source:
         return jax.make_array_from_callback(p.full_shape if layer is None else p.shape, sharding, shard)
 
 
-@functools.partial(jax.jit, static_argnames=("layouts", "dtype", "form"))
-def _arranged(raw, layouts, dtype, form):
+@functools.partial(jax.jit, static_argnames=("layouts", "dtype"))
+def _arranged(raw, layouts, dtype):
+    """Tensors as they were read, with our axes. A copy in any case: they may be views of their file."""
     moved = {name: raw[name] if layout is None else relayout(raw[name], layout) for name, layout in layouts}
-    # A copy in any case: the tensor as it was read may be a view of its file.
-    arrays = {name: jnp.array(x, dtype or x.dtype, copy=True) for name, x in moved.items()}
-    return arrays if form is None else form(_unflatten(arrays))
+    return {name: jnp.array(x, dtype or x.dtype, copy=True) for name, x in moved.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("layouts", "dtype", "form", "shapes", "leaves"))
+def _formed_part(raw, layouts, dtype, form, shapes, leaves):
+    """Some leaves of a layer in its form, for which the tensors in `raw` suffice."""
+    arrays = _arranged(raw, tuple(x for x in layouts if x[0] in raw), dtype)
+    others = {name: jnp.zeros(shape, dtype) for name, shape in shapes if name not in raw}
+    formed = jax.tree.leaves(form(_unflatten(arrays | others)))
+    return [formed[i] for i in leaves]
+
+
+@functools.lru_cache
+def _parts(form: Callable[[Params], Params], shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[list, Any]:
+    """How a layer is put into its form piece by piece: (leaves, names of the inputs they need) of each piece, and the
+    structure that the leaves make.
+
+    A piece is one leaf, or several that are small.
+    """
+    named = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes}
+    traced, formed = jax.make_jaxpr(lambda flat: form(_unflatten(flat)), return_shape=True)(named)
+    needs = {var: {name} for var, name in zip(traced.jaxpr.invars, sorted(named), strict=True)}
+    of = lambda variables: set().union(*(needs.get(v, ()) for v in variables if not hasattr(v, "val")))
+    for equation in traced.jaxpr.eqns:
+        needs |= dict.fromkeys(equation.outvars, of(equation.invars))
+    small, pieces = ([], set()), []
+    for i, var in enumerate(traced.jaxpr.outvars):
+        if math.prod(var.aval.shape) > SMALL:
+            pieces.append(((i,), of([var])))
+        else:
+            small[0].append(i)
+            small[1].update(of([var]))
+    pieces += [(tuple(small[0]), small[1])] if small[0] else []
+    return pieces, jax.tree.structure(formed)
 
 
 @functools.partial(jax.jit, static_argnames="form")
