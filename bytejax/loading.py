@@ -24,14 +24,17 @@ from bytejax.conversion.released import open_released
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.errors import InputError, input_errors_of
-from bytejax.models import llama, lora
+from bytejax.models import byte_llama, llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params, Table
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-FAMILIES = {"llama": (llama.Config.load, llama.table, llama.Llama)}
+FAMILIES = {
+    "llama": (llama.Config.load, llama.table, llama.Llama),
+    "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
+}
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -48,7 +51,9 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
 
 
 def target_values(target: Target, directory: Path) -> dict[str, Any]:
-    """What the config.json of a saved target holds; the tokenizer's files are written into the directory."""
+    """What the config.json of a saved target holds; what lies in files of its own is written into the directory."""
+    for name in target.extras:
+        getattr(target, name).save(directory / f"{name}.safetensors")
     return {
         "format": "bytejax-target",
         "family": next(name for name, (_, _, cls) in FAMILIES.items() if type(target) is cls),
@@ -123,8 +128,9 @@ def saved_target(directory: Path) -> tuple[Target, Table, Reader]:
         tokenizer = tokenizers.load(saved["tokenizer"], directory)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
-    table = table(config)
-    return make_target(params=None, config=config, tokenizer=tokenizer), table, SafetensorsFile(directory / WEIGHTS)
+    extras = {name: kind.load(directory / f"{name}.safetensors") for name, kind in make_target.extras.items()}
+    target = make_target(params=None, config=config, tokenizer=tokenizer, **extras)
+    return target, table(config), SafetensorsFile(directory / WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ from bytejax.conversion.base import Family
 from bytejax.errors import InputError
 from bytejax.models.base import Target
 
-MODEL_TYPES = {  # imported when asked for
+MODEL_TYPES = {  # imported when asked for; of two families that serve a target, the first one writes it
+    "tpu_llama": "bytejax.conversion.byte_llama:ByteLlamaFamily",
     "llama": "bytejax.conversion.llama:LlamaFamily",
     "qwen3": "bytejax.conversion.llama:Qwen3Family",
     "evabyte": "bytejax.conversion.evabyte:EvaByteFamily",

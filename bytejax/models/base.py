@@ -4,7 +4,7 @@ Letters: B batch, T time, N block rows, D model width, V vocabulary.
 """
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,10 @@ class Target(struct.PyTreeNode, abc.ABC):
     """A language model that can be decoded in blocks. All methods are pure; `params` is a nested dict of arrays.
 
     Every cache is a pytree of fixed shapes with a field `lengths` [B] int32: the committed positions of each row.
+    extras: further fields, saved in files of their own: the name, and a class with `save(path)` and `load(path)`.
     """
+
+    extras: ClassVar[dict[str, Any]] = {}
 
     params: Any
     config: Any = struct.field(pytree_node=False)

@@ -213,12 +213,12 @@ class Llama(Target):
             put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0,) * slots.ndim)
             return L.attend_in_chunks(q, k, v, causal), (put(k_slots, k), put(v_slots, v))
 
-        streams, slots = self._run(self.embed(ids), jnp.arange(t)[None], attend, cache, adapter)
+        streams, slots = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter)
         last = [jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1) for x in streams]
         return self._extended(last, None), Cache(*slots, lengths.astype(jnp.int32))
 
     def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
-        x = self.embed(block.ids)
+        x = self._inputs(block.ids, block, cache)
         if block.embeds is not None:
             x = jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
         slots = jax.tree.leaves(cache.v)[0].shape[-2]
@@ -272,10 +272,14 @@ class Llama(Target):
             return self._after_attention(p, x, mixed, adapters), None
 
         shared, own = self._layers(adapter)
-        x, _ = L.run_layers(shared, step, self.embed(ids))
+        x, _ = L.run_layers(shared, step, self._inputs(ids))
         for p, adapters in own:
             x, _ = step(x, adapters, None) if adapter.merged else step(x, p, adapters)
         return self._final_norm(x)
+
+    def _inputs(self, ids, block: Block | None = None, cache: Cache | None = None):
+        """What the first layer reads: of texts from their start, or of a block's ids after those of the cache."""
+        return self.embed(ids)
 
     def _layers(self, adapter):
         """The layers that both streams pass, and those that each passes in its own way, with the adapter's."""

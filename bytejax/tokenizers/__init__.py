@@ -4,14 +4,26 @@ from pathlib import Path
 from typing import Any
 
 from bytejax.tokenizers.base import DEMO, ByteTokenizer, Message, TextStream, Tokenizer
+from bytejax.tokenizers.byte_llama import ByteLlamaTokenizer
 from bytejax.tokenizers.subword import SubwordTokenizer
 
 KINDS: dict[str, Any] = {
     "byte": ByteTokenizer,
+    "byte-llama": ByteLlamaTokenizer,
     "subword": SubwordTokenizer,
 }  # by the name that a saved target gives its tokenizer
 
-__all__ = ["DEMO", "ByteTokenizer", "Message", "SubwordTokenizer", "TextStream", "Tokenizer", "load", "save"]
+__all__ = [
+    "DEMO",
+    "ByteLlamaTokenizer",
+    "ByteTokenizer",
+    "Message",
+    "SubwordTokenizer",
+    "TextStream",
+    "Tokenizer",
+    "load",
+    "save",
+]
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
