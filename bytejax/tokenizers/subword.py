@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bytejax.errors import InputError
 from bytejax.tokenizers.base import Tokenizer, as_bytes, checked_chat
@@ -29,6 +29,7 @@ class SubwordTokenizer(Tokenizer):
     digest: SHA-256 of `json`, the text of a tokenizer.json, by which tokenizers are told apart.
     """
 
+    unit: ClassVar[str] = "tokens"
     vocab: int
     bos: int | None
     stop: tuple[int, ...]
