@@ -58,7 +58,11 @@ def tokenizer_json():
 
 def write_tokenizer(directory, **config):
     (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": START, "eos_token": {"content": STOP}}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": START,
+        "eos_token": {"__type": "AddedToken", "content": STOP},
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": TEMPLATE} | config))
 
 
