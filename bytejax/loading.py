@@ -21,10 +21,12 @@ from bytejax.circuits import head as heads
 from bytejax.conversion import checkpoints, hub
 from bytejax.conversion.checkpoints import Reader, SafetensorsFile
 from bytejax.conversion.released import open_released
+from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.medusa import Medusa
 from bytejax.errors import InputError, input_errors_of
-from bytejax.models import byte_llama, llama, lora
+from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
 from bytejax.parameters import Params, Table
 
@@ -34,6 +36,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FAMILIES = {
     "llama": (llama.Config.load, llama.table, llama.Llama),
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
+    "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
@@ -149,7 +152,10 @@ class _LayerForm:
 
 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
-    """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or "none".
+    """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
+
+    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree, see
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (option draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
         merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
@@ -158,10 +164,14 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """
     if str(source) == "none":
         drafter = _create(Autoregressive, (), options)
+    elif str(source) == "evabyte":
+        drafter = _create(Medusa.create, (), options)
+    elif str(source) == "heads":
+        drafter = _create(own_heads.drafter, (target,), options)
     else:
         directory = drafter_directory(source)
         if directory is None:
-            known = ", ".join(["none", *demo_drafters()])
+            known = ", ".join(["none", "evabyte", "heads", *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
         adapters = load_adapters(directory, target)

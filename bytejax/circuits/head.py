@@ -139,12 +139,7 @@ def logits(
     else:
         one, rest = ({name: params[name][part] for name in names} for part in (slice(0, 1), slice(1, None)))
         leaves = jnp.concatenate([project(hidden, one), project(late, rest)], axis=-3)
-    return _sum_logits(params, config, hidden, late), leaves
-
-
-def sums(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:
-    """Only `Theta.sums`: hidden and late (see `fed`) [..., d] -> [..., z, r], at least float32."""
-    return jax.nn.log_softmax(_sum_logits(params, config, hidden, late))
+    return sum_logits(params, config, hidden, late), leaves
 
 
 def from_unembeddings(params: Params, config: HeadConfig, matrices: jax.Array) -> Params:
@@ -164,10 +159,15 @@ def from_unembeddings(params: Params, config: HeadConfig, matrices: jax.Array) -
     return params | {"shared": shared.at[:m].set(matrices[:m].astype(shared.dtype)), "up": up.at[:m].set(0)}
 
 
-def _sum_logits(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:
+def sum_logits(params: Params, config: HeadConfig, hidden: jax.Array, late: jax.Array) -> jax.Array:
+    """`Theta.sums` before normalisation: hidden and late (see `fed`) [..., d] -> [..., z, r], at least float32."""
     if "sums" not in params:
         return jnp.zeros((*hidden.shape[:-1], config.circuit.sum_rows, config.circuit.rank), wide_dtype(hidden))
-    project = lambda h, rows: jnp.einsum("...d,zyd->...zy", h, rows, preferred_element_type=wide_dtype(hidden))
+
+    def project(h, rows):  # in this order XLA reads the weights as they lie, else it copies them
+        y = jnp.einsum("zyd,cd->zyc", rows, h.reshape(-1, h.shape[-1]), preferred_element_type=wide_dtype(h))
+        return y.transpose(2, 0, 1).reshape(*h.shape[:-1], *rows.shape[:2])
+
     if late is hidden:
         logits = project(hidden, params["sums"])
     else:

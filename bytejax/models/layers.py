@@ -189,6 +189,22 @@ def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) 
     return slots.reshape(shape)
 
 
+def read_rows(slots: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    """The rows index [B, N] of a cache, for each row of the batch; slots and axis as in `write_rows`."""
+    index = jnp.tile(index, (slots.shape[0] // index.shape[0], 1)) if slots.ndim == 3 else index[0]
+    return jnp.take_along_axis(slots, jnp.expand_dims(index, -3 - axis), axis)
+
+
+def over_layers(function: Callable, *caches: Any) -> Any:
+    """`function` of every layer's slots: caches are arrays stacked on axis 0, or tuples with one per layer.
+
+    Arguments may be nested; so may be what the function returns, whose leaves are then held in the same form.
+    """
+    if isinstance(caches[0], tuple):
+        return tuple(zip(*(function(*layer) for layer in zip(*caches, strict=True)), strict=True))
+    return jax.vmap(function)(*caches)
+
+
 def block_mask(slots: int, lengths: jax.Array, block: Any) -> jax.Array:
     """Which slots each block row sees: the committed ones, its ancestors and itself; block row i lies in slot lengths
     + i.

@@ -5,18 +5,21 @@ from typing import Any
 
 from bytejax.tokenizers.base import DEMO, ByteTokenizer, Message, TextStream, Tokenizer
 from bytejax.tokenizers.byte_llama import ByteLlamaTokenizer
+from bytejax.tokenizers.evabyte import EvaByteTokenizer
 from bytejax.tokenizers.subword import SubwordTokenizer
 
 KINDS: dict[str, Any] = {
     "byte": ByteTokenizer,
     "byte-llama": ByteLlamaTokenizer,
     "subword": SubwordTokenizer,
+    "evabyte": EvaByteTokenizer,
 }  # by the name that a saved target gives its tokenizer
 
 __all__ = [
     "DEMO",
     "ByteLlamaTokenizer",
     "ByteTokenizer",
+    "EvaByteTokenizer",
     "Message",
     "SubwordTokenizer",
     "TextStream",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from bytejax.circuits import head
 from bytejax.circuits.head import HeadConfig
+from bytejax.circuits.mixtures import weighted_steps
 from bytejax.circuits.scores import leaf_scores
 from bytejax.parameters import Params
 
@@ -96,22 +97,9 @@ def _window_cross_entropy(
     params: Params, config: HeadConfig, hidden: jax.Array, x: jax.Array, share: jax.Array, chunk: int
 ) -> jax.Array:
     """-sum_c share[c, j] log q(x_j | x_<j) for every place j. hidden [C, d], x and share [C, n] -> [n]."""
-    chunk = min(chunk, hidden.shape[0])
     late = head.fed(params, config, hidden, x[:, 0])
-    scores = leaf_scores(params, config, hidden, late, x, chunk)
-    # Widened, so that the scan below sums the gradient of the mixture weights in float32.
-    mixture = {name: params[name].astype(scores.dtype) for name in ("sums", "bias") if name in params}
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(total, batch):
-        hidden, late, scores, x, share = batch
-        late = hidden if config.feed_width is None else late
-        narrow = {name: w.astype(params[name].dtype) for name, w in mixture.items()}
-        steps = config.circuit.step_log_probs(head.sums(narrow, config, hidden, late), scores, x != IGNORE)
-        return total - jnp.sum(share * steps, 0), None
-
-    zero = jnp.zeros(x.shape[1], scores.dtype)
-    return jax.lax.scan(step, zero, chunked((hidden, late, scores, x, share), chunk, (0, 0, 0, IGNORE, 0)))[0]
+    scores = leaf_scores(params, config, hidden, late, x, min(chunk, hidden.shape[0]))
+    return -weighted_steps(params, config, hidden, late, scores, x != IGNORE, share.astype(scores.dtype), chunk)
 
 
 def next_byte_loss(

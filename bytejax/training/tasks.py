@@ -18,7 +18,8 @@ from bytejax.circuits import head as heads
 from bytejax.circuits.grow import from_shorter
 from bytejax.circuits.head import HeadConfig
 from bytejax.errors import InputError, input_errors_of
-from bytejax.models import llama, lora
+from bytejax.models import evabyte, llama, lora
+from bytejax.models.base import Target
 from bytejax.training import losses
 from bytejax.training.config import Config
 from bytejax.training.data import Batch
@@ -188,8 +189,10 @@ def _sampled_windows(config: Config, batch: Batch) -> jax.Array | None:
     return jnp.sort(order[:, : config.windows], axis=1)
 
 
-def own_heads(directory: Path, target: llama.Llama) -> jax.Array:
+def own_heads(directory: Path, target: Target) -> jax.Array:
     """[m, v, d]: the target's own unembedding, then the later positions of its multi-byte heads where it has them."""
+    if isinstance(target, evabyte.EvaByte):
+        return target.params["heads"].reshape(-1, target.vocab, target.width)
     p = target.params
     first = (p["embedding"] if target.config.tied else p["head"].T)[None]
     if not (directory / OWN_HEADS).is_dir():

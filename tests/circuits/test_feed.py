@@ -74,7 +74,9 @@ def test_the_gradient_is_that_of_the_whole_logits(name, adapter):
     def chunked(params, hidden):
         late = head.fed(params, config, hidden, x[:, 0])
         scores = leaf_scores(params, config, hidden, late, x, chunk=3)
-        return circuit.prefix_from_scores(head.sums(params, config, hidden, late), scores, seen).sum()
+        return circuit.prefix_from_scores(
+            jax.nn.log_softmax(head.sum_logits(params, config, hidden, late)), scores, seen
+        ).sum()
 
     want, got = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, hidden) for f in (direct, chunked))
     size = lambda a: float(np.abs(a).max())  # sums of many terms: float32 rounds to a share of the largest entry

@@ -68,7 +68,9 @@ def test_scores_in_chunks_are_those_of_theta(config, chunk):
         return theta.sums, jnp.where(seen[..., None], gather_scores(theta.leaves, jnp.where(seen, x, 0)), 0)
 
     def chunked(params, hidden):
-        return head.sums(params, config, hidden, hidden), leaf_scores(params, config, hidden, hidden, x, chunk)
+        return jax.nn.log_softmax(head.sum_logits(params, config, hidden, hidden)), leaf_scores(
+            params, config, hidden, hidden, x, chunk
+        )
 
     def both(f):
         def loss(params, hidden):

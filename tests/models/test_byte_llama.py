@@ -11,7 +11,6 @@ import safetensors.numpy
 
 import bytejax
 from bytejax import InputError
-from bytejax.decoding import loop
 from bytejax.models import byte_llama, llama
 from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Block
@@ -42,6 +41,10 @@ def by_hand(entries, special, longest, ids):
 
 
 EXPAND = jax.jit(lambda lookup, ids: byte_llama.expand(lookup, byte_llama._windows(ids)))
+STATES = jax.jit(lambda target, ids: target.states(ids))
+PREFILL = jax.jit(lambda target, ids, n, cache: target.prefill(ids, n, cache))
+EXTEND = jax.jit(lambda target, block, cache: target.extend(block, cache))
+COMMIT = jax.jit(lambda target, cache, pending, path, accepted: target.commit(cache, pending, path, accepted))
 
 
 def expanded(lookup, ids):
@@ -65,7 +68,7 @@ def test_expanded_ids_are_the_references(name):
 def test_hidden_states_and_logits_are_the_references(name):
     target, cases = load(name), prompts(name)
     ids, lengths = padded([case["input_ids"] for case in cases])
-    hidden = jax.jit(lambda t, ids: t.states(ids))(target, ids)
+    hidden = STATES(target, ids)
     logits = target.unembed(hidden)
     for row, case in enumerate(cases):
         np.testing.assert_allclose(hidden[row, : lengths[row]], case["last_hidden"], atol=1e-4)
@@ -76,7 +79,7 @@ def test_hidden_states_and_logits_are_the_references(name):
 def test_logits_of_one_id_at_a_time_are_the_references(name):
     target, cases = load(name), [case for case in prompts(name) if "cached_logits" in case]
     ids, lengths = padded([case["input_ids"] for case in cases])
-    first, cache = target.prefill(ids[:, :1], jnp.ones_like(lengths), target.init_cache(len(cases), 64, 1))
+    first, cache = PREFILL(target, ids[:, :1], jnp.ones_like(lengths), target.init_cache(len(cases), 64, 1))
 
     @jax.jit
     def step(target, cache, new):
@@ -191,11 +194,10 @@ def test_cached_blocks_equal_the_whole_sequence(batch):
     """Ragged prompts, then chains of which any number of rows is kept; rows that do not count hold other ids."""
     target, width, total = load("a_untied_expand").unrolled(), 5, 70
     ids = text(target, batch, total)
-    whole = jax.jit(lambda t, ids: t.states(ids))(target, ids)
+    whole = STATES(target, ids)
     lengths = jnp.asarray([9, 1, 20])[:batch]
-    prefilled, cache = target.prefill(ids[:, :20], lengths, target.init_cache(batch, total, width))
+    prefilled, cache = PREFILL(target, ids[:, :20], lengths, target.init_cache(batch, total, width))
     np.testing.assert_allclose(prefilled.hidden[:, 0], whole[jnp.arange(batch), lengths - 1], atol=1e-4)
-    extend, commit = jax.jit(lambda t, b, c: t.extend(b, c)), jax.jit(lambda t, c, p, q, a: t.commit(c, p, q, a))
     path = jnp.broadcast_to(jnp.arange(width), (batch, width))
     for cycle in range(12):
         positions = cache.lengths[:, None] + jnp.arange(width)
@@ -203,11 +205,11 @@ def test_cached_blocks_equal_the_whole_sequence(batch):
         good = jnp.arange(width) < jnp.maximum(keep, 1)[:, None]
         true = jnp.take_along_axis(ids, positions, 1)
         block = Block.chain(jnp.where(good, true, (true + 7) % 265), jnp.maximum(keep, 1) - 1)
-        extended = extend(target, block, cache)
+        extended = EXTEND(target, block, cache)
         want = jnp.take_along_axis(whole, positions[..., None], 1)
         np.testing.assert_allclose(extended.hidden[good], want[good], atol=1e-4)
         assert not np.allclose(extended.hidden[~good], want[~good], atol=1e-2) or good.all()
-        cache = commit(target, cache, extended.pending, path, keep)
+        cache = COMMIT(target, cache, extended.pending, path, keep)
     assert int(cache.lengths.min()) > 20
 
 
@@ -217,12 +219,12 @@ def test_a_trees_nodes_look_back_along_their_ancestors(static):
     parents = [(0, 0, 0, 1, 3, 4, 2), (0, 0, 1, 1, 2, 2, 5)]
     parents = parents[:1] * 2 if static else parents
     ids, lengths = text(target, 2, 12), jnp.asarray([12, 3])
-    _, cache = target.prefill(ids, lengths, target.init_cache(2, 40, 7))
+    _, cache = PREFILL(target, ids, lengths, target.init_cache(2, 40, 7))
     tree = Block.chain(text(target, 2, 7, seed=3)).replace(
         parents=jnp.asarray(parents), static_parents=parents[0] if static else None
     )
-    extended = target.extend(tree, cache)
-    after = jnp.asarray([[115, 114], [32, 32]])
+    extended = EXTEND(target, tree, cache)
+    after, given, drafts, ends = [[115, 114], [32, 32]], ids.tolist(), tree.ids.tolist(), lengths.tolist()
     texts, nodes = [], []
     for row in range(2):
         for node in range(7):
@@ -230,15 +232,15 @@ def test_a_trees_nodes_look_back_along_their_ancestors(static):
             while path[0]:
                 path.insert(0, parents[row][path[0]])
             nodes.append(path)
-            texts.append([*ids[row, : lengths[row]], *tree.ids[row, jnp.asarray(path)], *after[row]])
+            texts.append([*given[row][: ends[row]], *(drafts[row][i] for i in path), *after[row]])
     whole, ends = padded(texts)
-    whole = target.states(whole)
+    whole = STATES(target, whole)
     for i, path in enumerate(nodes):
         np.testing.assert_allclose(extended.hidden[i // 7, path[-1]], whole[i, ends[i] - 3], atol=1e-4)
     kept = [nodes[5], nodes[7 + 3]]
     path, counts = padded(kept)
-    cache = target.commit(cache, extended.pending, jnp.pad(path % 7, ((0, 0), (0, 7 - path.shape[1]))), counts)
-    got = target.extend(Block.chain(after), cache).hidden
+    cache = COMMIT(target, cache, extended.pending, jnp.pad(path % 7, ((0, 0), (0, 7 - path.shape[1]))), counts)
+    got = EXTEND(target, Block.chain(jnp.asarray(after)), cache).hidden
     for row, i in enumerate((5, 7 + 3)):
         np.testing.assert_allclose(got[row], whole[i, ends[i] - 2 : ends[i]], atol=1e-4)
 
@@ -268,8 +270,16 @@ def plain():
     return target, given, bytejax.generate(target, given, max_new_tokens=60).ids
 
 
-@pytest.mark.parametrize(("make", "options"), [(Oracle, {}), (Tree, {"static": True}), (Tree, {"static": False})])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "options", "batch"),
+    [
+        (Oracle, {}, 1),
+        (Oracle, {}, 3),
+        (Tree, {"static": True}, 3),
+        (Tree, {"static": False}, 1),
+        (Tree, {"static": False}, 3),
+    ],
+)
 def test_drafts_of_any_kind_leave_the_text_as_it_is(plain, make, options, batch):
     target, given, want = plain
     for i in range(0, 3, batch) if make is Oracle else [0]:
@@ -280,7 +290,7 @@ def test_drafts_of_any_kind_leave_the_text_as_it_is(plain, make, options, batch)
             assert a == b or near_tie(target, p, a, b)
 
 
-@pytest.mark.parametrize("bonus", [name for name in loop.BONUS if name != "condition"])
+@pytest.mark.parametrize("bonus", ["carry", "standard"])
 def test_blocks_without_a_root_and_extra_passes_leave_it_too(plain, bonus):
     target, given, want = plain
     drafter = Oracle(truth=jnp.asarray(want), width=4)
@@ -308,6 +318,8 @@ def test_a_head_of_268_rows_serves_a_target_of_265_ids(plain, lora_layers):
     assert drafter.config.vocab == 268
     got = bytejax.generate(target, given, drafter=drafter, max_new_tokens=60)
     assert all(a == b or near_tie(target, p, a, b) for p, a, b in zip(given, want, got.ids, strict=True))
+    if lora_layers:
+        return
     sampled = bytejax.generate(target, given, drafter=drafter, max_new_tokens=60, temperature=2.0)
     assert max(map(max, sampled.ids)) < 265
 

@@ -146,7 +146,7 @@ def test_no_full_logits_and_no_second_gradient_in_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), [("cp", 32), ("btree", 32), ("hmm", 32), ("cp", 128)])
+@pytest.mark.parametrize(("name", "rank"), [("cp", 32), ("btree", 32), ("hmm", 32), ("cp", 128), ("btree", 128)])
 def test_memory_of_the_papers_head(name, rank):
     """d=4096, n=16, v=320, T=8192, float32. `pytest -m slow -s tests/training/test_losses.py` prints them."""
     used, size = temporaries(name, jnp.float32, width=4096, window=16, rank=rank, vocab=320, length=8192)

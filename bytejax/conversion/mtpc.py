@@ -1,0 +1,274 @@
+"""Released MtPC drafters (arXiv 2511.11346): circuit heads and LoRA adapters under the reference's tensor names.
+
+The reference folds a circuit's nodes into a few tensors. Which node is where: leaves by the file's own `_scope_idx`;
+sums of an HMM from the last transition to the first, its prior last; sums of a BTree one tensor per height of the
+regions, within it by depth and start.
+
+Letters: n window, r rank, v vocabulary, d model width, F folds, R adapter rank.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import omegaconf
+import safetensors
+import safetensors.numpy
+
+from bytejax.circuits import Circuit, make
+from bytejax.circuits.btree import Region, halves, inner_levels, is_leaf
+from bytejax.circuits.head import HeadConfig
+from bytejax.errors import InputError
+from bytejax.parameters import Params
+
+LEAVES, SCOPE = "mt_head._categorical_log_probs_heads.0.head.proj", "circuit._circuit._nodes.0._scope_idx"
+SUMS = "mt_head._sum_weights_heads.{}.head.proj"
+GAMMA = "_exp_gamma_weights"
+WIRING = re.compile(r"circuit\._(autoregressive|univariate)_mar_mask|circuit\._circuit\._address_book\..*")
+LORA = re.compile(
+    r"lm\._lm\.base_model\.model\.model\.layers\.(\d+)\."
+    r"(?:self_attn\.([qkvo])|mlp\.(gate|up|down))_proj\.lora_([AB])\.default\.weight"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """A drafter in our layout.
+
+    head, params: the circuit head, in the file's dtype. gamma: the discount it was trained with, or None.
+    adapters: LoRA parameters as `models.lora.table` has them, of the layers `lora_layers` (indices from 0), or None.
+    """
+
+    head: HeadConfig
+    params: Params
+    gamma: float | None
+    adapters: Params | None
+    lora_layers: tuple[int, ...]
+
+
+def convert(
+    tensors: Mapping[str, np.ndarray],
+    where: str,
+    settings: Mapping[str, Any] | None = None,
+    hmm_bias: str | None = None,
+    ignore: str | None = None,
+) -> Released:
+    """A released drafter from its state dict, keys without a value left out.
+
+    settings: its config.yaml, which is checked against the tensors. hmm_bias: regular expression of tensors to be added
+    to the logits of an HMM's transitions (the reference's name for them is not documented). ignore: of tensors to leave
+    out. Raises InputError naming every tensor that is missing, has the wrong shape or is not known.
+    """
+    settings = settings or {}
+    leaves, positions = _leaves(tensors, where)
+    sums = _numbered(tensors)
+    n, r, v, d = leaves.shape
+    circuit = _circuit(n, r, len(sums), where)
+    _check_settings(settings, circuit, v, d, where)
+    biases = sorted((name for name in tensors if hmm_bias and re.fullmatch(hmm_bias, name)), key=_number)
+    _check_names(tensors, {LEAVES, SCOPE, GAMMA, *map(SUMS.format, range(len(sums))), *biases}, ignore, where)
+
+    params: Params = {"leaves": leaves[np.argsort(positions)]}
+    if r > 1:
+        params["sums"] = _blocks(circuit, sums, (d,), where)
+    if circuit.name == "hmm" and r > 1:
+        params["bias"] = np.zeros((circuit.sum_rows, r), leaves.dtype)
+        if biases:
+            params["bias"] = params["bias"] + _transition_bias(circuit, [tensors[name] for name in biases], where)
+    adapters, layers = _adapters(tensors, settings, where)
+    gamma = float(tensors[GAMMA][1]) if GAMMA in tensors and n > 1 else None
+    return Released(HeadConfig(circuit, d, v, None), params, gamma, adapters, layers)
+
+
+def read(path: Path | str, **options) -> Released:
+    """A released drafter from its directory (`config.yaml` beside `model@STEP.pt`, of which the last counts), or from
+    one such file; also from the same tensors as safetensors.
+
+    options: hmm_bias and ignore, see `convert`. A .pt file needs PyTorch, which reads tensors from it and nothing else.
+    """
+    path = Path(path)
+    files = sorted(path.glob("model@*.pt"), key=lambda p: _number(p.stem)) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path} holds no model@STEP.pt")
+    settings = _settings(files[-1].parent / "config.yaml")
+    return convert(_state(files[-1]), str(files[-1]), settings, **options)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """config.yaml; values that refer to others, which only the reference can resolve, left out. {} without a file."""
+    try:
+        loaded = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        return {}
+    except Exception as e:  # the parser's own errors have no common class
+        raise InputError(f"{path} is not YAML ({type(e).__name__})") from None
+    if not isinstance(loaded, dict):
+        raise InputError(f"{path} is no YAML mapping")
+    return _without_references(loaded)
+
+
+def _without_references(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {k: v for k, v in values.items() if not (isinstance(v, str) and v.startswith("${"))}
+    return {k: _without_references(v) if isinstance(v, dict) else v for k, v in kept.items()}
+
+
+def _state(path: Path) -> dict[str, np.ndarray]:
+    """Tensors of a file by name; the base model's, which are stored as None, left out."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if path.suffix == ".safetensors":
+        try:
+            return safetensors.numpy.load_file(path)
+        except safetensors.SafetensorError as e:
+            raise InputError(f"{path} is not a complete safetensors file ({e})") from None
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise InputError(f"{path}: reading .pt files needs PyTorch (pip install torch)") from None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # whatever torch makes of a file that is none
+        raise InputError(f"{path}: PyTorch finds no tensors in it ({type(e).__name__})") from None
+    state = saved.get("model_state_dict") if isinstance(saved, dict) else None
+    if not isinstance(state, dict):
+        raise InputError(f"{path} holds no model_state_dict")
+    return {name: _numpy(x) for name, x in state.items() if x is not None}
+
+
+def _numpy(x: Any) -> np.ndarray:
+    if str(x.dtype) == "torch.bfloat16":
+        return x.float().numpy().astype(ml_dtypes.bfloat16)  # exact: bfloat16 is a float32 cut short
+    return x.numpy()
+
+
+def fold_table(circuit: Circuit) -> list[list[int]]:
+    """For every sum tensor of the reference, bottom-up, the block of our `sums` that each of its folds is."""
+    if circuit.rank == 1:
+        return []
+    if circuit.name == "hmm":
+        return [[k] for k in reversed(range(circuit.blocks))]
+    if circuit.name != "btree" or circuit.window < 2:
+        return [[0]]
+    tensors: dict[int, list[int]] = {}
+    for k, region in enumerate(region for level in inner_levels(circuit.window) for region in level):
+        tensors.setdefault(_height(region), []).append(k)  # breadth first: by depth, then by start
+    return [tensors[height] for height in sorted(tensors)]
+
+
+def _height(region: Region) -> int:
+    return 0 if is_leaf(region) else 1 + max(map(_height, halves(region)))
+
+
+def _leaves(tensors, where) -> tuple[np.ndarray, np.ndarray]:
+    missing = [name for name in (LEAVES, SCOPE) if name not in tensors]
+    if missing:
+        raise InputError(f"{where} is no MtPC drafter: missing {', '.join(missing)}")
+    leaves, positions = tensors[LEAVES], np.asarray(tensors[SCOPE]).reshape(-1)
+    if leaves.ndim != 4:
+        raise InputError(f"{where}: {LEAVES} has shape {leaves.shape}, expected four axes (fold, rank, id, width)")
+    if sorted(positions.tolist()) != list(range(len(leaves))):
+        raise InputError(
+            f"{where}: {SCOPE} is {positions.tolist()}, which is no order of {len(leaves)} places "
+            "(a tree with repetitions has no counterpart here)"
+        )
+    return leaves, positions
+
+
+def _numbered(tensors) -> list[np.ndarray]:
+    sums = []
+    while SUMS.format(len(sums)) in tensors:
+        sums.append(tensors[SUMS.format(len(sums))])
+    return sums
+
+
+def _circuit(n: int, r: int, count: int, where: str) -> Circuit:
+    """The kind of circuit follows from its number of sum tensors: none, one, one per place, or one per height."""
+    kind = "ff" if count == 0 else "cp" if count == 1 else "hmm" if count == n else "btree"
+    circuit = make(kind, n, r)
+    if (count == 0 and r > 1) or (count > 0 and len(fold_table(circuit)) != count):
+        raise InputError(f"{where}: {count} sum tensors fit no circuit of window {n} and rank {r}")
+    return circuit
+
+
+def _check_settings(settings, circuit, v, d, where) -> None:
+    spec = settings.get("circuit", {})
+    kind = spec.get("model", {}).get("kind", spec.get("kind"))
+    if kind == "random-btree" or spec.get("n_repetition", 1) != 1:
+        raise InputError(f"{where}: a {kind} with {spec.get('n_repetition', 1)} repetitions has no counterpart here")
+    same = {"cp": ("ff", "cp"), "btree": ("btree", "cp")}.get(kind, (kind,))  # a BTree of two places is a CP
+    if kind is not None and circuit.name not in same:
+        raise InputError(f"{where}: config.yaml says circuit {kind!r}, its tensors make a {circuit.name!r}")
+    said = [("n_token", circuit.window, spec), ("n_component", circuit.rank, spec)]
+    said += [("vocab_size", v, settings.get("data", {})), ("n_embd", d, settings.get("lm", {}))]
+    for name, value, section in said:
+        if section.get(name, value) != value:
+            raise InputError(f"{where}: config.yaml says {name} = {section[name]}, its tensors {value}")
+
+
+def _check_names(tensors, used: set[str], ignore: str | None, where: str) -> None:
+    known = lambda name: name in used or WIRING.fullmatch(name) or LORA.fullmatch(name)
+    unknown = [name for name in sorted(tensors) if not known(name) and not (ignore and re.fullmatch(ignore, name))]
+    if unknown:
+        listed = "; ".join(f"{name} {tuple(tensors[name].shape)}" for name in unknown)
+        raise InputError(
+            f"{where} holds tensors whose meaning is not known: {listed}. If they are an HMM's bias towards staying in "
+            "its state, name them with --hmm-bias; if they do not matter, with --ignore"
+        )
+
+
+def _blocks(circuit: Circuit, sums: list[np.ndarray], after: tuple[int, ...], where: str) -> np.ndarray:
+    """Sum tensors [F, rows, r, ...] in the reference's order -> ours [z, r, ...]."""
+    blocks: dict[int, np.ndarray] = {}
+    for number, (tensor, table) in enumerate(zip(sums, fold_table(circuit), strict=True)):
+        rows = 1 if 0 in table else circuit.rank
+        expected = (len(table), rows, circuit.rank, *after)
+        if tensor.shape != expected:
+            raise InputError(f"{where}: {SUMS.format(number)} has shape {tensor.shape}, expected {expected}")
+        blocks |= {k: tensor[fold] for fold, k in enumerate(table)}
+    return np.concatenate([blocks[k] for k in range(circuit.blocks)])
+
+
+def _transition_bias(circuit: Circuit, tensors: list[np.ndarray], where: str) -> np.ndarray:
+    """[z, r] from one [.., r, r] for all transitions or one for each, in the reference's order (last one first)."""
+    r, count = circuit.rank, circuit.blocks - 1
+    shapes = [tuple(t.shape) for t in tensors]
+    if len(tensors) not in (1, count) or any(t.shape[-2:] != (r, r) or t.size != r * r for t in tensors):
+        raise InputError(f"{where}: a bias of shapes {shapes} fits no HMM of {count} transitions of rank {r}")
+    each = [t.reshape(r, r) for t in tensors] * (count // len(tensors))
+    return np.concatenate([np.zeros((1, r), each[0].dtype), *reversed(each)])
+
+
+def _adapters(tensors, settings, where) -> tuple[Params | None, tuple[int, ...]]:
+    found: dict[str, dict[str, dict[int, np.ndarray]]] = {}
+    for name, x in tensors.items():
+        if m := LORA.fullmatch(name):
+            part = {"A": "a", "B": "b"}[m[4]]
+            found.setdefault(m[2] or m[3], {}).setdefault(part, {})[int(m[1])] = x.T
+    if not found:
+        return None, ()
+    lora = (settings.get("adaptor") or {}).get("hyperparameters") or {}
+    scale = lora.get("lora_alpha", 1) / lora.get("r", 1)
+    layers = sorted({layer for parts in found.values() for by_layer in parts.values() for layer in by_layer})
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    absent = [
+        f"{name}.lora_{part.upper()} of layer {layer}"
+        for name in names
+        for part in "ab"
+        for layer in layers
+        if layer not in found.get(name, {}).get(part, {})
+    ]
+    if absent:
+        raise InputError(f"{where}: adapters are missing: {', '.join(absent)}")
+    if layers != list(range(layers[0], layers[-1] + 1)):
+        raise InputError(f"{where}: adapters on layers {layers}, which are not the last ones in a row")
+    stack = lambda name, part: np.stack([found[name][part][layer] for layer in layers])
+    return {name: {"a": stack(name, "a"), "b": stack(name, "b") * scale} for name in names}, tuple(layers)
+
+
+def _number(name: str) -> tuple[int, str]:
+    digits = re.findall(r"\d+", name)
+    return (int(digits[0]) if digits else 0), name
