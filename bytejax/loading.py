@@ -1,13 +1,14 @@
 """Reading and writing targets and drafters as directories: `config.json` beside `model.safetensors`.
 
-A source is "demo", a directory, or for drafters the name of one that ships with the demo.
+A source is "demo", a directory, or for drafters the name of one that ships with the demo; for targets also a checkpoint
+as it was released: a directory, a .gguf file, or a hub id.
 """
 
 import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import numpy as np
 
 from bytejax import circuits, parameters, tokenizers
 from bytejax.circuits import head as heads
+from bytejax.conversion import checkpoints, hub
+from bytejax.conversion.checkpoints import Reader, SafetensorsFile
+from bytejax.conversion.released import open_released
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
@@ -24,7 +28,7 @@ from bytejax.drafters.medusa import Medusa
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
-from bytejax.parameters import Params
+from bytejax.parameters import Params, Table
 
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_DRAFTER = "hmm-8"  # of the demo target
@@ -46,34 +50,80 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     """Writes a target: weights in `dtype`, config and tokenizer as JSON."""
     target, directory = target.stacked(), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    _save(directory, target_values(target, directory), {WEIGHTS: target.params}, dtype)
+
+
+def target_values(target: Target, directory: Path) -> dict[str, Any]:
+    """What the config.json of a saved target holds; what lies in files of its own is written into the directory."""
+    for name in target.extras:
+        getattr(target, name).save(directory / f"{name}.safetensors")
+    return {
         "format": "bytejax-target",
         "family": next(name for name, (_, _, cls) in FAMILIES.items() if type(target) is cls),
         "config": dataclasses.asdict(target.config),
         "tokenizer": tokenizers.save(target.tokenizer, directory),
     }
-    for name in target.extras:
-        getattr(target, name).save(directory / f"{name}.safetensors")
-    _save(directory, config, {WEIGHTS: target.params}, dtype)
 
 
-def target_directory(source: Path | str) -> Path:
-    """Where a target's files are. Raises InputError where there is no such target."""
-    directory = DEMO / "target" if str(source) == "demo" else Path(source)
-    if not _is_directory(directory):
-        raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory")
-    return directory
+def target_path(source: Path | str) -> Path:
+    """Where a target's files are: a directory, or a .gguf file; a hub id is downloaded.
+
+    Raises InputError where there is no such target.
+    """
+    path = DEMO / "target" if str(source) == "demo" else Path(source)
+    if _is_directory(path):
+        return path
+    if path.suffix in checkpoints.PICKLES:
+        raise checkpoints.pickled(path, path)
+    if path.suffix == ".gguf":
+        return path
+    if hub.is_id(str(source)):
+        return hub.download(str(source))
+    raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory, a .gguf file or a hub id (owner/name)")
 
 
-def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None = None) -> Target:
-    """A target from "demo" or a directory that `save_target` wrote; weights in `dtype` ("float32" or "bfloat16").
+def load_target(
+    source: Path | str,
+    dtype: str = "float32",
+    unroll: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Mapping[str, Any] | None = None,
+) -> Target:
+    """A target from "demo", a directory that `save_target` wrote, or a checkpoint as it was released: a directory with
+    config.json and safetensors, a .gguf file, or a hub id ("owner/name", which needs the extra `hf`).
+
+    Weights in `dtype` ("float32" or "bfloat16"), each tensor read straight into its place.
 
     unroll: hold the layers one by one instead of stacked, on CPU with their kernels in panels; None does so on CPU
         only, where a scan would copy the weights.
+    mesh, rules: shard the weights; rules map logical axes to mesh axes (`parameters.shardings`). Layers then stay
+        stacked unless `unroll` says otherwise, and kernels out of panels.
     """
-    directory = target_directory(source)
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    path = target_path(source)
+    on_cpu = jax.default_backend() == "cpu" and mesh is None
+    unroll = on_cpu if unroll is None else unroll
+    sharding = None if mesh is None else parameters.sharding_by(mesh, rules or {})
+
+    def read(target, table, reader, **options):
+        form = _LayerForm(type(target), target.config, panels=on_cpu) if unroll else None
+        read = parameters.read(table, reader, DTYPES[dtype], layer_form=form, sharding=sharding, **options)
+        return target.replace(params=read)
+
+    if is_saved_target(path):
+        return read(*saved_target(path))
+    released = open_released(path)
+    return read(released.target, released.table, released.reader, reference=True, ignored=released.family.ignored)
+
+
+def is_saved_target(path: Path) -> bool:
+    """Whether a target's path is a directory of ours, and not a checkpoint as it was released."""
+    return path.is_dir() and "format" in _config(path)
+
+
+def saved_target(directory: Path) -> tuple[Target, Table, Reader]:
+    """What `save_target` wrote: the target without its parameters, their table, and where they are."""
     saved = _read_config(directory, "bytejax-target")
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
@@ -81,13 +131,24 @@ def load_target(source: Path | str, dtype: str = "float32", unroll: bool | None 
         tokenizer = tokenizers.load(saved["tokenizer"], directory)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe a target ({e})") from None
-    params = parameters.load(directory / WEIGHTS, table(config), DTYPES[dtype])
     extras = {name: kind.load(directory / f"{name}.safetensors") for name, kind in make_target.extras.items()}
-    target = make_target(params=params, config=config, tokenizer=tokenizer, **extras)
-    on_cpu = jax.default_backend() == "cpu"
-    if not (on_cpu if unroll is None else unroll):
-        return target
-    return target.in_panels() if on_cpu else target.unrolled()
+    target = make_target(params=None, config=config, tokenizer=tokenizer, **extras)
+    return target, table(config), SafetensorsFile(directory / WEIGHTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerForm:
+    """From one layer's parameters to how an unrolled target of that kind holds them."""
+
+    kind: type[Target]
+    config: Any
+    panels: bool
+
+    def __call__(self, layer: Params) -> Params:
+        alone = {"layers": jax.tree.map(lambda x: x[None], layer)}
+        others = {field.name: None for field in dataclasses.fields(self.kind)}
+        target = self.kind(**others | {"params": alone, "config": self.config})
+        return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
 
 
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
@@ -304,16 +365,14 @@ def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> Non
         (directory / f"{name}.new").replace(directory / name)
 
 
+def _config(directory: Path) -> dict:
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory} holds no config.json")
+    return checkpoints.read_json(directory / "config.json")
+
+
 def _read_config(directory: Path, expected: str) -> dict:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{directory} holds no config.json") from None
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise InputError(f"{path} is not JSON ({e})") from None
-    if not isinstance(config, dict) or config.get("format") != expected:
-        raise InputError(f"{path} is not of format {expected!r}")
+    config = _config(directory)
+    if config.get("format") != expected:
+        raise InputError(f"{directory / 'config.json'} is not of format {expected!r}")
     return config

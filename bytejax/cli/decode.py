@@ -16,7 +16,7 @@ from bytejax.decoding.accept import RULES
 from bytejax.decoding.generate import Result, checked_rule, stream
 from bytejax.decoding.loop import BONUS
 from bytejax.drafters.circuit import GREEDY_RULES
-from bytejax.errors import InputError
+from bytejax.errors import InputError, input_errors_of
 from bytejax.models.base import Target
 
 PROMPT = '''\
@@ -33,8 +33,8 @@ PROMPT_SHOWN = 600  # characters of a prompt that are shown above its continuati
 DESCRIPTION = """Generates text from a byte-level target, several bytes per forward pass, without changing what it says:
 greedy text is the target's own, samples have the target's own distribution. Without arguments it continues a prompt of
 its own with the demo."""
-EPILOG = """The prompt is --prompt, --prompt-file, whatever is piped in, or else a built-in one. Exit status: 0 done,
-2 wrong input, 130 interrupted."""
+EPILOG = """The prompt is --prompt, --prompt-file, whatever is piped in, or else, without --chat, a built-in one. Exit
+status: 0 done, 2 wrong input, 130 interrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     drafter = loading.load_drafter(source, target, **chosen)
-    rows = [_ids(target, prompt) for prompt in prompts]
+    rows = [_ids(target, prompt, args) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
     options |= {"ignore_stop": args.ignore_stop, "verify": args.verify == "on"}
     options |= {"accept": checked_rule(args.accept, args.bonus, drafter), "bonus": args.bonus}
@@ -112,6 +112,9 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
         "draft_tokens": drafter.block_width - 1,
         "greedy_rule": getattr(drafter, "greedy_rule", None),
         "dtype": args.dtype,
+        "unit": target.tokenizer.unit,
+        "chat": args.chat is not None,
+        "allow_special": args.allow_special,
         "prompts": [p.name for p in prompts],
         "prompt_ids": [len(row) for row in rows],
         **options,
@@ -124,13 +127,27 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     return measure.Job(target, drafter, batches, options), settings
 
 
-def _ids(target: Target, prompt: Prompt) -> list[int]:
-    ids = target.tokenizer.encode(prompt.data)
+def _ids(target: Target, prompt: Prompt, args: argparse.Namespace) -> list[int]:
+    if args.chat is None:
+        ids = target.tokenizer.encode(prompt.data, allow_special=args.allow_special)
+    else:
+        messages = [_message(text) for text in args.chat if text is not None]
+        if prompt.data or not messages:
+            messages.append({"role": "user", "content": prompt.data.decode("utf-8", "surrogateescape")})
+        with input_errors_of("--chat"):
+            ids = target.tokenizer.chat(messages, allow_special=args.allow_special)
     if not ids:
         raise InputError(f"{prompt.name} is empty, and the target has no start id to begin with")
     if len(ids) >= target.context:
         raise InputError(f"{prompt.name} has {len(ids)} ids; the target's context has room for {target.context - 1}")
     return ids
+
+
+def _message(text: str) -> dict[str, str]:
+    role, colon, content = text.partition(":")
+    if not colon:
+        raise InputError(f"--chat {text!r} is not of the form ROLE:TEXT")
+    return {"role": role.strip(), "content": content.removeprefix(" ")}
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[Prompt], bool]:
@@ -141,9 +158,13 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Prompt], bool]:
         return [Prompt(f"prompt {i}", _argument_bytes(text)) for i, text in enumerate(args.prompt, 1)], False
     if args.prompt_file:
         return [Prompt(f"prompt file {path}", _file_bytes(path)) for path in args.prompt_file], False
+    if any(text is not None for text in args.chat or ()):
+        return [Prompt("the chat", b"")], False
     piped = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
     if piped:
         return [Prompt("the prompt on standard input", piped)], False
+    if args.chat is not None:
+        raise InputError("the chat is empty; give --prompt, --prompt-file or --chat ROLE:TEXT")
     return [Prompt("the built-in prompt", PROMPT.encode())], True
 
 
@@ -170,11 +191,15 @@ def _ending(text: str) -> str:
 def _parser() -> common.Parser:
     parser = common.Parser(prog="decode.py", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     add, number = parser.add_argument, common.number
-    add("--target", default="demo", help='"demo" or a directory (default: demo)')
+    sources = '"demo", a directory of ours or a released one, a .gguf file, or a hub id'
+    add("--target", default="demo", help=f"{sources} (default: demo)")
     default = f"{loading.DEFAULT_DRAFTER} for the demo, else none"
     add("--drafter", help=f'a drafter that ships with the demo, a directory, or "none" (default: {default})')
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
     add("--prompt-file", action="append", metavar="PATH", help="the same from a file of bytes; - is standard input")
+    turns = "prompts are a user's turn, in the target's own template; with ROLE:TEXT, which may be given several times,"
+    add("--chat", nargs="?", action="append", metavar="ROLE:TEXT", help=f"{turns} after these messages")
+    add("--allow-special", action="store_true", help="control tokens spelled in the text count as such")
     add("--max-new-tokens", type=number(int, 1), default=256, metavar="N", help="bytes per prompt (default: 256)")
     add("--temperature", type=number(float, 1e-3, also=0), default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=number(float, 1e-6, 1), default=1.0, metavar="P", help="keep this share (default: 1, all)")

@@ -114,11 +114,12 @@ def summary(console: Console, report: Mapping[str, Any]) -> None:
     models = f"{_name(settings['drafter'])} on {_name(settings['target'])}"
     _row(table, "drafter", f"{models}, {settings['dtype']}, {decoding}")
     _row(table, "finish reason", finish if len(report["finish_reasons"]) > 1 else report["finish_reasons"][0])
-    _row(table, "speed", f"{report['tokens_per_second']:.0f} bytes/s ({_times(report)})")
+    unit = settings.get("unit", "bytes")
+    _row(table, "speed", f"{report['tokens_per_second']:.0f} {unit}/s ({_times(report)})")
     _row(table, "compile time", f"{report['compile_seconds']:.2f} s, not part of the speed")
-    _row(table, "target forwards", f"{report['target_forwards']} for {report['tokens']} bytes")
-    _row(table, "acceptance rate", f"{report['acceptance_rate']:.1%} of the drafted bytes")
-    _row(table, "accept length", f"{report['accept_length']:.2f} bytes per target forward")
+    _row(table, "target forwards", f"{report['target_forwards']} for {report['tokens']} {unit}")
+    _row(table, "acceptance rate", f"{report['acceptance_rate']:.1%} of the drafted {unit}")
+    _row(table, "accept length", f"{report['accept_length']:.2f} {unit} per target forward")
     console.print(table)
     console.print(_histogram(report["accept_histogram"]))
 
@@ -132,10 +133,11 @@ def comparison(console: Console, report: Mapping[str, Any]) -> None:
         table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     both = (report, baseline)
     table.add_row("layout", Text(next(iter(baseline["layouts"]))), Text(baseline["layout"]))
-    table.add_row("bytes/s", *(f"{x['tokens_per_second']:.0f}" for x in both))
-    table.add_row("bytes", *(str(x["tokens"]) for x in both))
+    unit = settings.get("unit", "bytes")
+    table.add_row(f"{unit}/s", *(f"{x['tokens_per_second']:.0f}" for x in both))
+    table.add_row(unit, *(str(x["tokens"]) for x in both))
     table.add_row("target forwards", *(str(x["target_forwards"]) for x in both))
-    table.add_row("bytes per forward", *(f"{x['accept_length']:.2f}" for x in both))
+    table.add_row(f"{unit} per forward", *(f"{x['accept_length']:.2f}" for x in both))
     table.add_row("ms per forward", *(f"{1e3 * x['decode_seconds'] / max(x['target_forwards'], 1):.2f}" for x in both))
     table.add_row("compile time, s", *(f"{x['compile_seconds']:.2f}" for x in both))
     console.print()
@@ -144,7 +146,7 @@ def comparison(console: Console, report: Mapping[str, Any]) -> None:
     _line(console, "ratio: " + ("n/a" if ratio is None else f"{ratio:.2f}"), TITLE)
     _line(console, f"identical: {'n/a' if identical is None else str(identical).lower()}", TITLE)
     for difference in report["differences"]:
-        at = f"prompt {difference['prompt']}, new byte {difference['position']}"
+        at = f"prompt {difference['prompt']}, new {unit.removesuffix('s')} {difference['position']}"
         _line(console, f"first difference in {at}; the two likeliest ids are {difference['gap']:.1e} apart there")
     if report["identical_at_same_width"] is not None:
         same = str(report["identical_at_same_width"]).lower()

@@ -35,5 +35,9 @@ class Family(abc.ABC):
         """The target with its tokenizer, which may be read from the directory. raw: config.json."""
 
     @abc.abstractmethod
+    def serves(self, target: Target) -> bool:
+        """Whether `config_of` can describe the target."""
+
+    @abc.abstractmethod
     def config_of(self, target: Target) -> dict[str, Any]:
         """config.json of a target, for writing a checkpoint that the reference can load."""

@@ -74,8 +74,7 @@ class LlamaFamily(Family):
 
         return Llama(params=params, config=config, tokenizer=SubwordTokenizer.from_directory(directory, config.vocab))
 
-    def serves(self, target) -> bool:
-        """Whether `config_of` can describe a target."""
+    def serves(self, target):
         return type(target) is Llama and target.config.qk_norm == self.qk_norm
 
     def config_of(self, target):

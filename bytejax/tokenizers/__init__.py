@@ -6,10 +6,12 @@ from typing import Any
 from bytejax.tokenizers.base import DEMO, ByteTokenizer, Message, TextStream, Tokenizer
 from bytejax.tokenizers.byte_llama import ByteLlamaTokenizer
 from bytejax.tokenizers.evabyte import EvaByteTokenizer
+from bytejax.tokenizers.subword import SubwordTokenizer
 
 KINDS: dict[str, Any] = {
     "byte": ByteTokenizer,
     "byte-llama": ByteLlamaTokenizer,
+    "subword": SubwordTokenizer,
     "evabyte": EvaByteTokenizer,
 }  # by the name that a saved target gives its tokenizer
 
@@ -19,6 +21,7 @@ __all__ = [
     "ByteTokenizer",
     "EvaByteTokenizer",
     "Message",
+    "SubwordTokenizer",
     "TextStream",
     "Tokenizer",
     "load",

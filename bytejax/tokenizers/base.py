@@ -5,7 +5,7 @@ import codecs
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,10 +17,11 @@ Message = Mapping[str, str]  # {"role": ..., "content": ...}
 class Tokenizer(abc.ABC):
     """Ids of a family. Hashable, and equal to another that does the same: compiled programs are kept per tokenizer.
 
-    vocab: number of ids. bos: start id put before every prompt, or None where the family has none.
-    stop: ids that end a text. banned: ids that are never generated.
+    unit: what an id is, in the plural. vocab: number of ids. bos: start id put before every prompt, or None where the
+    family has none. stop: ids that end a text. banned: ids that are never generated.
     """
 
+    unit: ClassVar[str] = "bytes"
     vocab: int
     bos: int | None
     stop: tuple[int, ...]
@@ -53,6 +54,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:
         """What `tokenizers.load` needs, as JSON values; further files go into the directory, which exists."""
+
+    def release(self, directory: Path) -> None:
+        """Writes the files that the family's released checkpoints have for their tokenizer, if any."""
+        return
 
 
 @dataclasses.dataclass(frozen=True)

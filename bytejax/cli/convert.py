@@ -1,0 +1,71 @@
+"""The `python -m bytejax.conversion` command: a released checkpoint into our layout, and back."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from bytejax import loading
+from bytejax.cli import common
+from bytejax.conversion import convert, parity, pickles
+from bytejax.conversion.released import open_released
+from bytejax.errors import InputError
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+DESCRIPTION = """Converts a checkpoint as it was released (a directory with safetensors or pickled weights, a .gguf
+file, a hub id) into a directory that loads fast, or such a directory back into the released layout."""
+EPILOG = "Exit status: 0 done, 1 --check found other logits, 2 wrong input. Nothing is written unless it is 0."
+
+
+class _DiffersError(Exception):
+    """The converted model is not the one that PyTorch makes of the checkpoint."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the given arguments (those of the process if None). -> exit status."""
+    return common.run(lambda: _convert(argv))
+
+
+def _convert(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    out, dtype = Path(args.out), DTYPES.get(args.dtype)
+    pickled = pickles.is_pickled(Path(args.checkpoint))
+    source = Path(args.checkpoint) if pickled else loading.target_path(args.checkpoint)
+    ours = not pickled and loading.is_saved_target(source)
+    to = args.to or ("reference" if ours else "bytejax")
+    if ours == (to == "bytejax"):
+        raise InputError(f"{args.checkpoint} is in the layout {to!r} already")
+    found = None
+    try:
+        with convert.written_whole(out) as part:
+            if ours:
+                convert.to_reference(*loading.saved_target(source), part, dtype)
+            else:
+                weights = pickles.open_pickles(source) if pickled else None
+                home = source.parent if pickled and not source.is_dir() else source
+                convert.to_bytejax(open_released(home, weights), part, dtype)
+            if args.check:
+                released, saved = (part, source) if ours else (source, part)
+                found = parity.compare(loading.load_target(saved), parity.model_of(released))
+                if not parity.agrees(found):
+                    raise _DiffersError
+    except _DiffersError:
+        print(json.dumps({"out": None, "to": to, **found}))
+        print(f"error: {args.checkpoint}: PyTorch computes other logits from it", file=sys.stderr)
+        return 1
+    print(json.dumps({"out": str(out), "to": to, **(found or {})}))
+    return 0
+
+
+def _parser() -> common.Parser:
+    prog = "python -m bytejax.conversion"
+    parser = common.Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("checkpoint", help='a directory, a .gguf, .bin, .pt or .pth file, or a hub id ("owner/name")')
+    parser.add_argument("out", help="the directory to write; it must not exist, or be empty")
+    parser.add_argument("--to", choices=("bytejax", "reference"), help="layout to write (default: the other one)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights written (default: as they are)")
+    parser.add_argument("--check", action="store_true", help="compare logits with PyTorch, through transformers")
+    return parser

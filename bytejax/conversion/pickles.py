@@ -1,0 +1,83 @@
+"""Pickled PyTorch weights, for the conversion command only: tensors and nothing else (`weights_only`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from bytejax.conversion.checkpoints import PICKLES, Reader, Tensors, read_json
+from bytejax.errors import InputError
+
+INDEX = "pytorch_model.bin.index.json"
+
+
+def is_pickled(path: Path) -> bool:
+    """Whether a file, or a directory that has nothing better, holds pickled weights."""
+    if path.is_dir():
+        return not any(path.glob("*.safetensors")) and any(p.suffix in PICKLES for p in path.iterdir())
+    return path.suffix in PICKLES
+
+
+def open_pickles(path: Path) -> Reader:
+    """The tensors of a file, or of the only one or the indexed ones of a directory; mapped, not copied.
+
+    Raises InputError where torch is missing, or a file holds anything but tensors.
+    """
+    if not path.is_dir():
+        return _Tensors(_load(path), str(path))
+    if (path / INDEX).is_file():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{path / INDEX} has no weight_map of tensors to files")
+        files = [path / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+    else:
+        files = sorted(p for p in path.iterdir() if p.suffix in PICKLES)
+        if len(files) > 1:
+            raise InputError(f"{path} holds several pickle files, {', '.join(p.name for p in files)}; name one of them")
+    tensors = {}
+    for file in files:
+        more = _load(file)
+        twice = sorted(set(tensors) & set(more))
+        if twice:
+            raise InputError(f"{file} also has {twice[0]}, which another file of {path} has")
+        tensors |= more
+    return _Tensors(tensors, str(path))
+
+
+class _Tensors(Tensors):
+    """PyTorch tensors as arrays, when they are read."""
+
+    def dtype(self, name):
+        return np.dtype(getattr(ml_dtypes, self._kind(name), None) or self._kind(name))
+
+    def read(self, name):
+        tensor = self._tensors[name].detach()
+        if self._kind(name) == "bfloat16":  # which NumPy does not know to PyTorch
+            return tensor.contiguous().view(_torch().int16).numpy().view(self.dtype(name))
+        return tensor.numpy()
+
+    def _kind(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+
+def _load(path: Path) -> dict:
+    torch = _torch(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except Exception as e:  # an unpickling error, a broken archive, an old format that cannot be mapped
+        reason = str(e).split(". ")[0][:160]
+        raise InputError(f"{path} does not hold tensors alone, or is damaged ({reason})") from None
+    if not isinstance(state, Mapping) or not all(isinstance(x, torch.Tensor) for x in state.values()):
+        raise InputError(f"{path} does not hold a state dict: tensors by name")
+    return dict(state)
+
+
+def _torch(path: Path | None = None):
+    try:
+        import torch
+    except ImportError:
+        raise InputError(f"{path}: reading pickled weights needs PyTorch: pip install torch") from None
+    return torch
