@@ -367,6 +367,9 @@ def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> Non
 
 def _config(directory: Path) -> dict:
     if not (directory / "config.json").is_file():
+        if any(directory.glob("model@*.pt")):
+            command = f"python -m bytejax.conversion {directory} OUT"
+            raise InputError(f"{directory} is a released MtPC drafter, which has to be converted first: {command}")
         raise InputError(f"{directory} holds no config.json")
     return checkpoints.read_json(directory / "config.json")
 

@@ -10,7 +10,7 @@ from bytejax.conversion.base import Family
 from bytejax.errors import InputError
 from bytejax.models import evabyte
 from bytejax.tokenizers import EvaByteTokenizer
-from bytejax.tokenizers.evabyte import BOS, EOS, OFFSET
+from bytejax.tokenizers.evabyte import BOS, END_OF_TURN, EOS, OFFSET
 
 NAMES = {  # ours: the checkpoint's
     "vocab": "vocab_size",
@@ -56,8 +56,10 @@ class EvaByteFamily(Family):
         return evabyte.table(config)
 
     def make(self, params, config, directory, raw):
-        """The tokenizer stops at the end ids of generation_config.json, else of config.json, else at <eos>."""
+        """The tokenizer stops at the end ids of generation_config.json, else of config.json, else at <eos>; and at the
+        end of a turn, whether that is among them or not: chats end with it, other text never has it."""
         stop = _end_ids(directory / "generation_config.json") or _as_ids(raw.get("eos_token_id")) or (EOS,)
+        stop = (*stop, *(i for i in (END_OF_TURN,) if i not in stop))
         return evabyte.EvaByte(params=params, config=config, tokenizer=EvaByteTokenizer(stop=stop))
 
     def serves(self, target):

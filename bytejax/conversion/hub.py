@@ -8,6 +8,7 @@ from bytejax.errors import InputError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["config.json", "generation_config.json", "tokenizer*.json", "*.jinja", "model*.safetensors", "*.index.json"]
+DRAFTER_FILES = ["config.yaml", "model@900.pt"]  # of a released MtPC drafter
 
 
 def is_id(source: str) -> bool:
@@ -15,8 +16,11 @@ def is_id(source: str) -> bool:
     return ID.fullmatch(source) is not None and Path(source).suffix not in (".gguf", ".safetensors", *PICKLES)
 
 
-def download(source: str) -> Path:
-    """The directory that holds a checkpoint's config, tokenizer and safetensors. Raises InputError."""
+def download(source: str, files: list[str] = FILES) -> Path:
+    """The directory that holds the wanted files, of a checkpoint its config, tokenizer and safetensors.
+
+    Raises InputError.
+    """
     try:
         import huggingface_hub
         from huggingface_hub import errors
@@ -26,7 +30,7 @@ def download(source: str) -> Path:
             "pip install 'bytejax[hf]', or give a directory or a .gguf file"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=FILES))
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=files))
     except errors.GatedRepoError:
         raise InputError(
             f"{source!r} is gated on the hub: accept its terms there and log in, or give a directory"

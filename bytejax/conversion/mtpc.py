@@ -23,7 +23,10 @@ from bytejax.circuits import Circuit, make
 from bytejax.circuits.btree import Region, halves, inner_levels, is_leaf
 from bytejax.circuits.head import HeadConfig
 from bytejax.errors import InputError
-from bytejax.parameters import Params
+from bytejax.models import lora
+from bytejax.models.base import Target
+from bytejax.models.llama import Llama
+from bytejax.parameters import Params, flatten
 
 LEAVES, SCOPE = "mt_head._categorical_log_probs_heads.0.head.proj", "circuit._circuit._nodes.0._scope_idx"
 SUMS = "mt_head._sum_weights_heads.{}.head.proj"
@@ -82,6 +85,13 @@ def convert(
     adapters, layers = _adapters(tensors, settings, where)
     gamma = float(tensors[GAMMA][1]) if GAMMA in tensors and n > 1 else None
     return Released(HeadConfig(circuit, d, v, None), params, gamma, adapters, layers)
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether a path is a released drafter's directory, or one of its files."""
+    if path.is_dir():
+        return any(path.glob("model@*.pt"))
+    return path.suffix == ".pt" and path.name.startswith("model@")
 
 
 def read(path: Path | str, **options) -> Released:
@@ -143,6 +153,27 @@ def _numpy(x: Any) -> np.ndarray:
     if str(x.dtype) == "torch.bfloat16":
         return x.float().numpy().astype(ml_dtypes.bfloat16)  # exact: bfloat16 is a float32 cut short
     return x.numpy()
+
+
+def check_target(released: Released, target: Target, where: str) -> None:
+    """Raises InputError where a drafter's sizes or adapted layers are not those of its target."""
+    if not isinstance(target, Llama) and released.lora_layers:
+        raise InputError(f"{where} has adapters; those of a {type(target).__name__} cannot be decoded with yet")
+    if released.head.width != target.width or released.head.vocab < target.vocab:
+        raise InputError(
+            f"{where} has a head of width {released.head.width} over {released.head.vocab} ids, the target has "
+            f"{target.width} and {target.vocab}"
+        )
+    if released.lora_layers:
+        last, layers = released.lora_layers[-1], target.config.layers
+        if last != layers - 1:
+            raise InputError(f"{where} adapts layers up to {last}, counted from 0; the target has {layers}")
+        rank = released.adapters["q"]["a"].shape[-1]
+        config = lora.LoraConfig(len(released.lora_layers), rank)
+        shapes = {name: p.full_shape for name, p in flatten(lora.table(config, target.config)).items()}
+        for name, x in flatten(released.adapters).items():
+            if x.shape != shapes[name]:
+                raise InputError(f"{where}: adapter {name} has shape {x.shape}, the target needs {shapes[name]}")
 
 
 def fold_table(circuit: Circuit) -> list[list[int]]:

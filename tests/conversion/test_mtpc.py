@@ -1,7 +1,10 @@
 """Released MtPC drafters: the reference's fold tables against the fixtures' own, and files that must be refused."""
 
+import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,10 +12,14 @@ import safetensors.numpy
 import torch
 import yaml
 
+import bytejax
 from bytejax import circuits
 from bytejax.circuits import head as heads
+from bytejax.cli import convert
 from bytejax.conversion import mtpc
 from bytejax.errors import InputError
+from bytejax.models import llama, lora
+from bytejax.tokenizers import ByteTokenizer
 from tests.circuits import reference_cases
 
 TABLE_OF_16 = [[7, 8, 9, 10, 11, 12, 13, 14], [3, 4, 5, 6], [1, 2], [0]]
@@ -146,6 +153,66 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(InputError, match="config.yaml is not YAML"):
         mtpc.read(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target whose width and ids are those of the fixtures' heads; and where it is saved."""
+    config = llama.Config(12, 16, 3, 2, 1, 6, 20, 1e4, 1e-5, False, 128, False, None)
+    made = llama.create(config, jax.random.key(0), ByteTokenizer(12, 0, None, (), ()))
+    path = tmp_path_factory.mktemp("target")
+    bytejax.save_target(path, made, jnp.float32)
+    return path, bytejax.load_target(path)
+
+
+def adapters_of(target, layers, rank=2):
+    """Adapters of the last layers under the reference's names."""
+    table, state = lora.table(lora.LoraConfig(layers, rank), target.config), {}
+    for name, parts in table.items():
+        module = "mlp" if name in ("gate", "up", "down") else "self_attn"
+        for side, p in zip("AB", (parts["a"], parts["b"])):
+            for i in range(layers):
+                index = target.config.layers - layers + i
+                key = f"lm._lm.base_model.model.model.layers.{index}.{module}.{name}_proj.lora_{side}.default.weight"
+                state[key] = torch.randn(p.shape[::-1], generator=torch.Generator().manual_seed(len(state)))
+    return state
+
+
+def run(capsys, *args):
+    status = convert.main([str(a) for a in args])
+    said = capsys.readouterr()
+    return status, json.loads(said.out) if status == 0 else said.err
+
+
+def test_the_command_makes_a_drafter_that_writes_the_targets_text(target, tmp_path, capsys):
+    path, model = target
+    released_directory(tmp_path, layers=(), **adapters_of(model, 2))
+    status, said = run(capsys, tmp_path, tmp_path / "out")
+    assert status == 2 and "adapters on layers 1 to 2; name their target with --target" in said
+    status, said = run(capsys, tmp_path, tmp_path / "out", "--target", path)
+    assert (status, said["circuit"], said["window"], said["lora_layers"]) == (0, "btree", 4, 2)
+    drafter = bytejax.load_drafter(tmp_path / "out", model)
+    prompts, options = [[1, 2, 3], [5]], dict(max_new_tokens=40)
+    drafted = bytejax.generate(model, prompts, drafter=drafter, **options)
+    plain = bytejax.generate(model, prompts, **options)
+    assert drafted.ids == plain.ids and drafted.stats.drafted > 0
+
+
+def test_the_command_refuses_what_does_not_belong_together(target, tmp_path, capsys):
+    path, model = target
+    released_directory(tmp_path, layers=(), **adapters_of(model, 1))
+    with pytest.raises(InputError, match="python -m bytejax.conversion"):
+        bytejax.load_drafter(tmp_path, model)
+    assert run(capsys, tmp_path, tmp_path / "out", "--check")[0] == 2
+    status, said = run(capsys, tmp_path / "model@900.pt", tmp_path / "out", "--target", "demo")
+    assert status == 2 and "a head of width 16 over 12 ids, the target has 128 and 258" in said
+    released_directory(tmp_path, layers=(0, 1))
+    status, said = run(capsys, tmp_path, tmp_path / "out", "--target", path)
+    assert status == 2 and "adapts layers up to 1, counted from 0; the target has 3" in said
+    released_directory(tmp_path, layers=(1, 2))
+    status, said = run(capsys, tmp_path, tmp_path / "out", "--target", path)
+    assert status == 2 and "adapter q.b has shape (2, 2, 24), the target needs (2, 2, 12)" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_list_of_released_drafters():

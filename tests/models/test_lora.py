@@ -39,7 +39,9 @@ def test_states_are_those_of_a_target_with_the_adapters_added_to_its_kernels(nam
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("name", "layers", "batch", "panels"), [("untied", 1, 3, True), ("one kv head, scaled", 4, 1, False)])
+@pytest.mark.parametrize(
+    ("name", "layers", "batch", "panels"), [("untied", 1, 3, True), ("one kv head, scaled", 4, 1, False)]
+)
 def test_cached_streams_equal_the_whole_sequence(name, layers, batch, panels, merged):
     """Ragged prompts, then chains of which every number of rows is kept; both streams after each."""
     target, width, total = unrolled(name, panels), 4, 60
