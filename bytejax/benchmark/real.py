@@ -141,6 +141,7 @@ def generated(model: Any, ids: list[int], tokens: int, target: Target, to_the_en
     prompt, stop = torch.tensor([ids]), list(target.tokenizer.stop)
     ends = {"eos_token_id": stop, "pad_token_id": stop[0]} if stop else {"eos_token_id": None}
     ends |= {"min_new_tokens": tokens} if to_the_end else {}
+    ends |= {"suppress_tokens": list(target.tokenizer.banned) or None}
     with torch.inference_mode():
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, **ends

@@ -38,7 +38,7 @@ def download(source: str, files: list[str] = FILES) -> Path:
     except errors.RepositoryNotFoundError:
         raise InputError(f"{source!r} is neither a directory here nor a public repository of the hub") from None
     except Exception as e:  # whatever the network, a proxy or the hub's own checks come to
-        reason = " ".join(str(e).split())[:160] or type(e).__name__
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:160]
         raise InputError(
             f"{source!r} is no directory here, and the hub could not be reached ({reason}); "
             "download it where there is a network and give the directory"
