@@ -1,14 +1,19 @@
-"""Compiled programs are kept on disk between runs: compilation is most of what the suite costs.
+"""Compiled programs are kept on disk between runs, and made with little optimisation: compilation is most of what the
+suite costs.
 
 In a process they are dropped now and then. Every one of them maps memory of its own, and a process that has made some
 hundreds meets Linux's limit on maps and dies in the compiler.
 """
 
+import os
 from pathlib import Path
 
-import jax
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):  # before JAX reads them
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 
-from bytejax.decoding import generate
+import jax  # noqa: E402
+
+from bytejax.decoding import generate  # noqa: E402
 
 KEPT_FOR = 25  # tests
 
