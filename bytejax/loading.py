@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytejax import circuits, parameters, tokenizers
+from bytejax import checkpoints, circuits, parameters, tokenizers
+from bytejax.checkpoints import Reader, SafetensorsFile
 from bytejax.circuits import head as heads
-from bytejax.conversion import checkpoints, hub
-from bytejax.conversion.checkpoints import Reader, SafetensorsFile
+from bytejax.conversion import hub
 from bytejax.conversion.released import open_released
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
@@ -38,6 +38,7 @@ FAMILIES = {
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
+BUILT_IN = ("none", "evabyte", "heads")  # drafters without files; the names come before directories
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -171,7 +172,7 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     else:
         directory = drafter_directory(source)
         if directory is None:
-            known = ", ".join(["none", "evabyte", "heads", *demo_drafters()])
+            known = ", ".join([*BUILT_IN, *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         config, params = load_head(directory, _dtype_name(target))
         adapters = load_adapters(directory, target)
@@ -198,7 +199,7 @@ def _circuit_drafter(
 def drafter_directory(source: Path | str) -> Path | None:
     """Where a head's files are: a directory, or the demo's of that name. None where there is neither."""
     directory = Path(source) if _is_directory(Path(source)) else DEMO / str(source)
-    return None if str(source) in ("", ".", "target") or not _is_directory(directory) else directory
+    return None if str(source) in ("", ".", "target", *BUILT_IN) or not _is_directory(directory) else directory
 
 
 def save_head(directory: Path | str, config: heads.HeadConfig, params: Params, dtype=jnp.bfloat16) -> None:
@@ -351,7 +352,10 @@ def _create(make: Callable[..., Drafter], arguments: tuple, options: dict) -> Dr
 
 def _dtype_name(target: Target) -> str:
     dtype = jax.tree.leaves(target.params)[0].dtype
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    names = [name for name, known in DTYPES.items() if known == dtype]
+    if not names:
+        raise InputError(f"the target's parameters are {dtype}; known: {', '.join(DTYPES)}")
+    return names[0]
 
 
 def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> None:

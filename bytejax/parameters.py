@@ -18,8 +18,8 @@ import numpy as np
 import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bytejax.conversion import checkpoints
-from bytejax.conversion.checkpoints import Reader
+from bytejax import checkpoints
+from bytejax.checkpoints import Reader
 from bytejax.errors import InputError
 
 SMALL = 2**24  # items of a layer that are read together

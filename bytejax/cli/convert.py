@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,9 @@ def _convert(argv: Sequence[str] | None) -> int:
     if ours == (to == "bytejax"):
         raise InputError(f"{args.checkpoint} is in the layout {to!r} already")
     found = None
+    model = parity.model_of(source) if args.check and not ours and not pickled else None  # before the work, not after
+    if args.check:
+        parity.require()
     try:
         with convert.written_whole(out) as part:
             if ours:
@@ -52,8 +56,8 @@ def _convert(argv: Sequence[str] | None) -> int:
                 home = source.parent if pickled and not source.is_dir() else source
                 convert.to_bytejax(open_released(home, weights), part, dtype)
             if args.check:
-                released, saved = (part, source) if ours else (source, part)
-                found = parity.compare(loading.load_target(saved), parity.model_of(released))
+                model = model or parity.model_of(part if ours else source)
+                found = parity.compare(loading.load_target(source if ours else part), model)
                 if not parity.agrees(found):
                     raise _DiffersError
     except _DiffersError:
@@ -90,6 +94,14 @@ def _drafter(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({e})") from None
+    return text
+
+
 def _parser() -> common.Parser:
     prog = "python -m bytejax.conversion"
     parser = common.Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
@@ -102,6 +114,11 @@ def _parser() -> common.Parser:
     add = drafters.add_argument
     add("--drafter", action="store_true", help="the hub id is a drafter's (directories and files are recognised)")
     add("--target", help="the target of a drafter with adapters, or one to check a drafter against")
-    add("--hmm-bias", metavar="REGEX", help="tensors that bias an HMM's transitions; the file's are named if unknown")
-    add("--ignore", metavar="REGEX", help="tensors to leave out")
+    add(
+        "--hmm-bias",
+        type=_pattern,
+        metavar="REGEX",
+        help="tensors that bias an HMM's transitions; the file's are named if unknown",
+    )
+    add("--ignore", type=_pattern, metavar="REGEX", help="tensors to leave out")
     return parser

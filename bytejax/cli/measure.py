@@ -35,10 +35,12 @@ class Job:
         """Whether autoregression in blocks of the drafter's width makes passes of the very same shapes, so that chains
         equal it bit for bit.
 
-        Not so where bytes are processed alone, or where a draft stream doubles the rows of the target's products.
+        Not so where bytes are processed alone, where a draft stream doubles the rows of the target's products, or where
+        rows of a tree lie in other slots of the cache.
         """
         adapter = self.drafter.target_adapter()
-        return self.options.get("bonus", "condition") == "condition" and (adapter is None or adapter.merged)
+        same_passes = self.options.get("bonus", "condition") == "condition" and (adapter is None or adapter.merged)
+        return same_passes and self.drafter.proposes_chains
 
     def autoregressive(self, width: int = 1) -> "Job":
         """The same prompts without a drafter, in blocks of `width` rows."""

@@ -2,15 +2,17 @@
 
 import contextlib
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from bytejax import loading, parameters
-from bytejax.conversion import checkpoints, families
-from bytejax.conversion.checkpoints import Entry, Reader
+from bytejax import checkpoints, loading, parameters
+from bytejax.checkpoints import Entry, Reader
+from bytejax.conversion import families
 from bytejax.conversion.released import Released
 from bytejax.errors import InputError
 from bytejax.models.base import Target
@@ -39,7 +41,8 @@ def to_reference(target: Target, table: Table, reader: Reader, directory: Path, 
     entries = [e for n, p in parameters.flatten(table).items() for e in _reference(n, p, reader, dtype)]
     checkpoints.write(directory / checkpoints.WEIGHTS, entries, {"format": "pt"})
     kinds = {e.dtype.name for e in entries}
-    raw |= {"dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    kept = kinds.pop() if len(kinds) == 1 else "float32"
+    raw |= {"dtype": kept, "torch_dtype": kept}  # the newer and the older name
     target.tokenizer.release(directory)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
@@ -50,12 +53,14 @@ def written_whole(directory: Path) -> Iterator[Path]:
 
     Raises InputError where `directory` has something in it.
     """
-    part = directory.with_name(directory.name + ".part")
+    directory = Path(os.path.abspath(directory))
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InputError(f"{directory} exists and is not an empty directory")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        made = [parent for parent in directory.parents if not parent.exists()]
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=directory.name + ".", suffix=".part", dir=directory.parent))
+        part.chmod(0o777 & ~_umask())
     except OSError as e:
         raise InputError(f"{directory}: {e.strerror or e}") from None
     try:
@@ -65,6 +70,16 @@ def written_whole(directory: Path) -> Iterator[Path]:
         raise InputError(f"{directory}: {e.strerror or e}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # it holds what was written
+                parent.rmdir()
+
+
+def _umask() -> int:
+    """What `mkdtemp` leaves out of account. It can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _ours(name: str, p: Param, reader: Reader, dtype: np.dtype | None) -> Entry:

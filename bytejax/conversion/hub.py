@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from bytejax.conversion.checkpoints import PICKLES
+from bytejax.checkpoints import PICKLES
 from bytejax.errors import InputError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -49,6 +49,8 @@ class LlamaFamily(Family):
         window, kinds = config.get("sliding_window"), config.get("layer_types") or []
         if window is not None and config.get("use_sliding_window") is not False:
             raise InputError(f"sliding_window = {window!r} is not supported, only full attention")
+        if not isinstance(kinds, list):
+            raise InputError(f"layer_types = {kinds!r} is no list")
         for kind in kinds:
             if kind != "full_attention":
                 raise InputError(f"layer_types has {kind!r}, which is not supported, only full attention")

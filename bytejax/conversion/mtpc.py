@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import omegaconf
 import safetensors
@@ -22,6 +21,7 @@ import safetensors.numpy
 from bytejax.circuits import Circuit, make
 from bytejax.circuits.btree import Region, halves, inner_levels, is_leaf
 from bytejax.circuits.head import HeadConfig
+from bytejax.conversion import pickles
 from bytejax.errors import InputError
 from bytejax.models import lora
 from bytejax.models.base import Target
@@ -135,24 +135,14 @@ def _state(path: Path) -> dict[str, np.ndarray]:
             return safetensors.numpy.load_file(path)
         except safetensors.SafetensorError as e:
             raise InputError(f"{path} is not a complete safetensors file ({e})") from None
-    try:
-        import torch
-    except ModuleNotFoundError:
-        raise InputError(f"{path}: reading .pt files needs PyTorch (pip install torch)") from None
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # whatever torch makes of a file that is none
-        raise InputError(f"{path}: PyTorch finds no tensors in it ({type(e).__name__})") from None
-    state = saved.get("model_state_dict") if isinstance(saved, dict) else None
-    if not isinstance(state, dict):
+    saved = pickles.load(path)
+    state = saved.get("model_state_dict") if isinstance(saved, Mapping) else None
+    if not isinstance(state, Mapping):
         raise InputError(f"{path} holds no model_state_dict")
-    return {name: _numpy(x) for name, x in state.items() if x is not None}
-
-
-def _numpy(x: Any) -> np.ndarray:
-    if str(x.dtype) == "torch.bfloat16":
-        return x.float().numpy().astype(ml_dtypes.bfloat16)  # exact: bfloat16 is a float32 cut short
-    return x.numpy()
+    state = {str(name): x for name, x in state.items() if x is not None}
+    if other := [name for name, x in state.items() if not hasattr(x, "dtype")]:
+        raise InputError(f"{path}: {other[0]} is no tensor")
+    return {name: pickles.as_numpy(x) for name, x in state.items()}
 
 
 def check_target(released: Released, target: Target, where: str) -> None:
@@ -226,15 +216,15 @@ def _circuit(n: int, r: int, count: int, where: str) -> Circuit:
 
 
 def _check_settings(settings, circuit, v, d, where) -> None:
-    spec = settings.get("circuit", {})
-    kind = spec.get("model", {}).get("kind", spec.get("kind"))
+    spec = _section(settings, "circuit")
+    kind = _section(spec, "model").get("kind", spec.get("kind"))
     if kind == "random-btree" or spec.get("n_repetition", 1) != 1:
         raise InputError(f"{where}: a {kind} with {spec.get('n_repetition', 1)} repetitions has no counterpart here")
     same = {"cp": ("ff", "cp"), "btree": ("btree", "cp")}.get(kind, (kind,))  # a BTree of two places is a CP
     if kind is not None and circuit.name not in same:
         raise InputError(f"{where}: config.yaml says circuit {kind!r}, its tensors make a {circuit.name!r}")
     said = [("n_token", circuit.window, spec), ("n_component", circuit.rank, spec)]
-    said += [("vocab_size", v, settings.get("data", {})), ("n_embd", d, settings.get("lm", {}))]
+    said += [("vocab_size", v, _section(settings, "data")), ("n_embd", d, _section(settings, "lm"))]
     for name, value, section in said:
         if section.get(name, value) != value:
             raise InputError(f"{where}: config.yaml says {name} = {section[name]}, its tensors {value}")
@@ -281,8 +271,6 @@ def _adapters(tensors, settings, where) -> tuple[Params | None, tuple[int, ...]]
             found.setdefault(m[2] or m[3], {}).setdefault(part, {})[int(m[1])] = x.T
     if not found:
         return None, ()
-    lora = (settings.get("adaptor") or {}).get("hyperparameters") or {}
-    scale = lora.get("lora_alpha", 1) / lora.get("r", 1)
     layers = sorted({layer for parts in found.values() for by_layer in parts.values() for layer in by_layer})
     names = ("q", "k", "v", "o", "gate", "up", "down")
     absent = [
@@ -296,8 +284,18 @@ def _adapters(tensors, settings, where) -> tuple[Params | None, tuple[int, ...]]
         raise InputError(f"{where}: adapters are missing: {', '.join(absent)}")
     if layers != list(range(layers[0], layers[-1] + 1)):
         raise InputError(f"{where}: adapters on layers {layers}, which are not the last ones in a row")
+    rank = found["q"]["a"][layers[0]].shape[-1]
+    alpha = _section(_section(settings, "adaptor"), "hyperparameters").get("lora_alpha", rank)  # released: scale 1
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise InputError(f"{where}: config.yaml says lora_alpha = {alpha!r}, which is no number")
+    scale = alpha / rank
     stack = lambda name, part: np.stack([found[name][part][layer] for layer in layers])
     return {name: {"a": stack(name, "a"), "b": stack(name, "b") * scale} for name in names}, tuple(layers)
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _number(name: str) -> tuple[int, str]:

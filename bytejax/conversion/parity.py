@@ -13,18 +13,30 @@ TEXTS, LENGTH = 2, 48  # random ids that are compared
 MOST_KL, LEAST_AGREEMENT = 1e-3, 0.95  # what rounding to bfloat16 does at most
 
 
-def model_of(path: Path) -> Any:
-    """The PyTorch model of a released checkpoint, in float32. Raises InputError where it cannot be had."""
+def require() -> None:
+    """Raises InputError where PyTorch or transformers is missing."""
     try:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        import torch  # noqa: F401
+        from transformers import AutoModelForCausalLM  # noqa: F401
     except ImportError as e:
         raise InputError(f"comparing with PyTorch needs the package {e.name}: pip install 'bytejax[parity]'") from None
+
+
+def model_of(path: Path) -> Any:
+    """The PyTorch model of a released checkpoint, in float32; no code of the checkpoint's own is run.
+
+    Raises InputError where it cannot be had.
+    """
+    require()
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
     where, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    options |= {"local_files_only": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, local_files_only=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (ValueError, KeyError, OSError, ImportError) as e:
         raise InputError(f"transformers has no model for {path} ({str(e)[:160]})") from None
     return model.eval()

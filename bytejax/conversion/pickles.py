@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from bytejax.conversion.checkpoints import PICKLES, Reader, Tensors, read_json
+from bytejax.checkpoints import PICKLES, Reader, Tensors, read_json
 from bytejax.errors import InputError
 
+OLDEST = (2, 6)  # version of PyTorch: before, `weights_only` had a hole
 INDEX = "pytorch_model.bin.index.json"
 
 
@@ -52,24 +54,34 @@ class _Tensors(Tensors):
         return np.dtype(getattr(ml_dtypes, self._kind(name), None) or self._kind(name))
 
     def read(self, name):
-        tensor = self._tensors[name].detach()
-        if self._kind(name) == "bfloat16":  # which NumPy does not know to PyTorch
-            return tensor.contiguous().view(_torch().int16).numpy().view(self.dtype(name))
-        return tensor.numpy()
+        return as_numpy(self._tensors[name])
 
     def _kind(self, name: str) -> str:
         return str(self._tensors[name].dtype).removeprefix("torch.")
 
 
-def _load(path: Path) -> dict:
+def load(path: Path) -> Any:
+    """What a pickle file holds: tensors, containers and plain values, or InputError."""
     torch = _torch(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except Exception as e:  # an unpickling error, a broken archive, an old format that cannot be mapped
         reason = str(e).split(". ")[0][:160]
         raise InputError(f"{path} does not hold tensors alone, or is damaged ({reason})") from None
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    """A PyTorch tensor as an array that shares its memory; NumPy does not know bfloat16 to PyTorch."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind != "bfloat16":
+        return tensor.detach().numpy()
+    return tensor.detach().contiguous().view(_torch().int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _load(path: Path) -> dict:
+    torch, state = _torch(path), load(path)
     if not isinstance(state, Mapping) or not all(isinstance(x, torch.Tensor) for x in state.values()):
         raise InputError(f"{path} does not hold a state dict: tensors by name")
     return dict(state)
@@ -80,4 +92,6 @@ def _torch(path: Path | None = None):
         import torch
     except ImportError:
         raise InputError(f"{path}: reading pickled weights needs PyTorch: pip install torch") from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        raise InputError(f"{path}: PyTorch {torch.__version__} may run code when it reads pickles; 2.6 does not")
     return torch

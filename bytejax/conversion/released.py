@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from bytejax import parameters
-from bytejax.conversion import checkpoints, families, gguf
+from bytejax import checkpoints, gguf, parameters
+from bytejax.checkpoints import Reader
+from bytejax.conversion import families
 from bytejax.conversion.base import Family
-from bytejax.conversion.checkpoints import Reader
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models.base import Target
 from bytejax.parameters import Table

@@ -129,6 +129,8 @@ class Generation:
         banned = {*banned_ids, *tokenizer.banned, *(tokenizer.stop if ignore_stop else ())}
         warp = make_warp(target.vocab, temperature, top_k, top_p, banned)
         rule = checked_rule(accept, bonus, self._drafter)
+        if not (verify or self._drafter.proposes_chains):
+            raise InputError("this drafter proposes trees, which are always verified; leave verify on")
         self._rules = loop.Rules(warp, jnp.asarray(tokenizer.stop, jnp.int32), rule, bonus, verify)
 
         longest = max(map(len, rows))

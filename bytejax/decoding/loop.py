@@ -13,7 +13,6 @@ from flax import struct
 from bytejax.decoding import accept
 from bytejax.decoding.logits import Warp
 from bytejax.drafters.base import Draft, Drafter
-from bytejax.errors import InputError
 from bytejax.models.base import Block, Extended, Target
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -192,7 +191,7 @@ def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules,
     block = draft.block
     if not block.is_chain:
         if first is not None or not rules.verify:
-            raise InputError("trees are judged under bonus 'condition', and always verified")
+            raise ValueError("trees are judged under bonus 'condition', and always verified")
         return accept.tree(block, laws, rules.warp, keys)
     drafts = block.ids[:, 1:] if first is None else block.ids
     if draft.log_q is not None:

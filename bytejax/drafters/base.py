@@ -52,6 +52,11 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         """Whether it can propose a block without a root."""
         return False
 
+    @property
+    def proposes_chains(self) -> bool:
+        """Whether its blocks are chains; other trees have an acceptance rule of their own, and are always verified."""
+        return True
+
     def target_adapter(self) -> Any:
         """What every pass of the target is given as `adapter`: the draft stream that this drafter reads, or None."""
         return None

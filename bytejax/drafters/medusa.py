@@ -58,6 +58,10 @@ class Medusa(Drafter):
     def block_width(self) -> int:
         return len(nodes(self.children)[0])
 
+    @property
+    def proposes_chains(self) -> bool:
+        return False
+
     def check(self, target: Target) -> None:
         if not isinstance(target, EvaByte):
             raise InputError(f"the drafter reads prediction heads, which a {type(target).__name__} has not")

@@ -149,13 +149,16 @@ def expand(lookup: Lookup, windows: jax.Array) -> jax.Array:
 def _read(entries: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys [K, 16] padded with 0, their lengths and values. Longer keys keep their true length; "" is dropped."""
     names = [name for name in entries if name]
+    if wrong := [x for x in entries.values() if type(x) is not int]:
+        raise InputError(f"the dictionary of expanded ids holds something other than integers ({wrong[0]!r})")
     try:
         lengths = np.asarray([name.count(",") + 1 for name in names], np.int64)
         symbols = np.asarray(",".join(names).split(",") if names else [], np.int64)
         values = np.asarray([entries[name] for name in names], np.int64) - 1
     except (TypeError, ValueError, OverflowError, AttributeError) as e:
         raise InputError(f"the dictionary of expanded ids holds something other than integers ({e})") from None
-    if len(names) and not (symbols.min() > 0 and symbols.max() < SYMBOLS - 1 and values.min() >= 0):
+    within = lambda x, low, high: not x.size or (x.min() >= low and x.max() < high)
+    if not (within(symbols, 1, SYMBOLS - 1) and within(values, 0, 2**31)):
         raise InputError(f"the dictionary of expanded ids needs symbols 1 to {SYMBOLS - 2} and positive values")
     column = np.arange(len(symbols)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     row, inside = np.repeat(np.arange(len(names)), lengths), column < WINDOW

@@ -87,7 +87,10 @@ DEMO = ByteTokenizer(vocab=258, offset=0, bos=256, stop=(257,), banned=(256,))
 
 def as_bytes(text: str | bytes) -> bytes:
     """The bytes of a text, as `Tokenizer.encode` takes it."""
-    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+    try:
+        return text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as e:
+        raise InputError(f"the text holds {text[e.start]!r}, half a character, which stands for no bytes") from None
 
 
 def checked_chat(messages: Sequence[Message], roles: Sequence[str]) -> list[tuple[str, str]]:

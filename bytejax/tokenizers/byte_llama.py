@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import ClassVar
 
 from bytejax.tokenizers.base import Tokenizer, as_bytes, checked_chat
 
@@ -28,6 +29,7 @@ class ByteLlamaTokenizer(Tokenizer):
     a text are not those of its beginning and more.
     """
 
+    unit: ClassVar[str] = "tokens"  # some ids are several bytes
     bos: int | None
     stop: tuple[int, ...]
     banned: tuple[int, ...]

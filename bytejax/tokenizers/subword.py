@@ -91,8 +91,9 @@ class SubwordTokenizer(Tokenizer):
         """Ids as transformers makes them of the same text, but for what only looks like a control token in contents."""
         if self.template is None:
             raise InputError("the tokenizer has no chat template; give the text as a plain prompt")
-        hide = _Hiding(self._controls, [content for _, content in checked_chat(messages, ROLES)])
-        shown = [{**m, "content": m["content"] if allow_special else hide(m["content"])} for m in messages]
+        pairs = checked_chat(messages, ROLES)
+        hide = _Hiding(self._controls, [content for _, content in pairs])
+        shown = [{"role": role, "content": text if allow_special else hide(text)} for role, text in pairs]
         ids = []
         for part in re.split(f"({self._control_pattern})", self._render(shown, reply)):
             if part in self._controls:
@@ -196,7 +197,7 @@ class SubwordTokenizer(Tokenizer):
             rendered, _ = render_jinja_template(
                 [list(messages)], chat_template=self.template, add_generation_prompt=reply, **dict(self.specials)
             )
-        except (TemplateError, TypeError, ValueError) as e:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as e:
             raise InputError(f"the chat template refuses these messages ({e})") from None
         return rendered[0]
 

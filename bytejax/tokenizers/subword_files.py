@@ -54,7 +54,7 @@ def from_directory(directory: Path) -> dict[str, Any]:
 
 def from_gguf(path: Path) -> dict[str, Any]:
     """Arguments of `SubwordTokenizer.create`, from a file's metadata."""
-    from bytejax.conversion.gguf import GGUFFile
+    from bytejax.gguf import GGUFFile
 
     values = {name.removeprefix("tokenizer."): x for name, x in GGUFFile(path).metadata.items()}
     kind, pre = values.get("ggml.model"), values.get("ggml.pre", "gpt-2")
@@ -105,7 +105,7 @@ def _gguf_backend(tokens: list[str], merges: list[str], types: list[int], pre: s
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    from bytejax.conversion.checkpoints import read_json
+    from bytejax.checkpoints import read_json
 
     return read_json(path) if path.is_file() else {}
 
@@ -120,10 +120,13 @@ def _bos(config: Mapping[str, Any], model: Mapping[str, Any], bos: int | None, a
     if says is not None:
         return bos if says else None
     processor = model.get("post_processor") or {}
-    for step in (processor, *processor.get("processors", ())):
-        for piece in (step.get("single") or ())[:1]:
-            if "SpecialToken" in piece:
-                return added.get(piece["SpecialToken"]["id"])
+    try:
+        for step in (processor, *processor.get("processors", ())):
+            for piece in (step.get("single") or ())[:1]:
+                if "SpecialToken" in piece:
+                    return added.get(piece["SpecialToken"]["id"])
+    except (AttributeError, TypeError, KeyError):
+        raise InputError("the post_processor of tokenizer.json is not of a form that is known") from None
     return None
 
 
@@ -142,7 +145,10 @@ def _stop(directory: Path, eos: int | None) -> list[int]:
 def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f"{path} cannot be read as UTF-8 ({e})") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}

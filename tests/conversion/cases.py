@@ -6,9 +6,8 @@ import json
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bytejax import parameters
-from bytejax.conversion import checkpoints
-from bytejax.conversion.checkpoints import Entry
+from bytejax import checkpoints, parameters
+from bytejax.checkpoints import Entry
 from bytejax.conversion.llama import LlamaFamily
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

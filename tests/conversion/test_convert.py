@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import bytejax
+from bytejax.checkpoints import SafetensorsFile
 from bytejax.cli import convert
 from bytejax.conversion import parity
-from bytejax.conversion.checkpoints import SafetensorsFile
 from tests.cli.helpers import is_refused
 from tests.conversion import cases, test_gguf
 

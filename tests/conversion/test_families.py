@@ -9,9 +9,9 @@ import pytest
 
 import bytejax
 from bytejax import InputError
+from bytejax.checkpoints import SafetensorsFile
 from bytejax.cli import convert
 from bytejax.conversion import families
-from bytejax.conversion.checkpoints import SafetensorsFile
 from tests.conversion import cases
 from tests.models.byte_llama_cases import FIXTURES
 

@@ -11,7 +11,7 @@ import pytest
 import bytejax
 from bytejax import InputError
 from bytejax.cli import decode
-from bytejax.conversion.gguf import LAYER, GGUFFile
+from bytejax.gguf import LAYER, GGUFFile
 from bytejax.models.llama import RopeScaling
 from bytejax.tokenizers import SubwordTokenizer
 from tests.cli.helpers import is_refused

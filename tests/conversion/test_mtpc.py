@@ -142,10 +142,10 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(InputError, match="holds no model@STEP"):
         mtpc.read(tmp_path)
     (tmp_path / "model@1.pt").write_bytes(b"no pickle")
-    with pytest.raises(InputError, match="finds no tensors"):
+    with pytest.raises(InputError, match="does not hold tensors alone"):
         mtpc.read(tmp_path)
     torch.save({"model_state_dict": yaml.safe_dump}, tmp_path / "model@1.pt")
-    with pytest.raises(InputError, match="finds no tensors"):  # code is not loaded
+    with pytest.raises(InputError, match="does not hold tensors alone"):  # code is not loaded
         mtpc.read(tmp_path)
     torch.save({}, tmp_path / "model@1.pt")
     with pytest.raises(InputError, match="no model_state_dict"):

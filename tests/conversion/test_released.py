@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import bytejax
-from bytejax import loading
-from bytejax.conversion import checkpoints
-from bytejax.conversion.checkpoints import Entry, SafetensorsFile, Shards, Tensors
+from bytejax import checkpoints, loading
+from bytejax.checkpoints import Entry, SafetensorsFile, Shards, Tensors
 from tests.conversion import cases
 
 ROOT = Path(__file__).parents[2]

@@ -103,6 +103,10 @@ class Tree(Oracle):
     def drafts_first(self):
         return False
 
+    @property
+    def proposes_chains(self):
+        return False
+
     def propose(self, state, root, keys, warp):
         parents = tuple(max(0, i - 1 - i % 3) for i in range(self.width))
         block = Block.chain(jnp.zeros((len(state), self.width), jnp.int32))

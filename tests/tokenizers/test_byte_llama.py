@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import time
 
 import pytest
 
@@ -124,17 +123,3 @@ def test_saved_and_read(tmp_path):
     tokenizer = dataclasses.replace(RELEASED, banned=(256, 258))
     again = tokenizers.load(tokenizers.save(tokenizer, tmp_path), tmp_path)
     assert again == tokenizer != RELEASED and hash(again) == hash(tokenizer)
-
-
-def test_time_grows_with_the_length():
-    def seconds(count):
-        data = b"user\n\n <|eot_id|> systematic asistant " * count
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            ids = RELEASED.encode(data, allow_special=True)
-            best = min(best, time.perf_counter() - start)
-        assert len(ids) == 1 + 20 * count
-        return best
-
-    assert seconds(32_000) < 40 * seconds(2_000)  # 16 times as long; a rule that looks twice takes 256 times

@@ -109,7 +109,9 @@ class SafetensorsFile(Reader):
         try:
             entries = json.loads(header, object_pairs_hook=self._unique)
             self.metadata = entries.pop("__metadata__", {})
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError, RecursionError):
+        except (ValueError, AttributeError, TypeError, RecursionError) as e:
+            if isinstance(e, InputError):
+                raise
             raise self._damaged("its header is not JSON") from None
         self._places = {name: self._place(name, entry, 8 + length, size) for name, entry in entries.items()}
 
@@ -136,7 +138,7 @@ class SafetensorsFile(Reader):
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (KeyError, TypeError, ValueError):
             raise self._damaged(f"its entry of {name} is malformed") from None
-        if code not in DTYPES:
+        if not isinstance(code, str) or code not in DTYPES:
             raise InputError(f"{self.path}: {name} has the unknown dtype {code}")
         if not whole or end - begin != count * DTYPES[code].itemsize:
             raise self._damaged(f"its entry of {name} is malformed")
@@ -286,7 +288,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     try:
         value = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # not UTF-8, no JSON, a number of thousands of digits, nested too deep
         raise InputError(f"{path} is not JSON ({e})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} is not a JSON object")
@@ -301,8 +303,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard(directory: Path, file: str, index: Path) -> Path:
-    if os.path.basename(file) != file or file in ("", ".", ".."):
+    if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
         raise InputError(f"{index} lists {file!r}, which is not a file beside it")
-    if not (directory / file).is_file():
-        raise InputError(f"{index} lists {file}, which is not in {directory}")
+    with file_errors(directory / file[:100]):
+        if not (directory / file).is_file():
+            raise InputError(f"{index} lists {file}, which is not in {directory}")
     return directory / file

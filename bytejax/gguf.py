@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from bytejax.conversion.checkpoints import Reader, file_errors, mapped
+from bytejax.checkpoints import Reader, file_errors, mapped
 from bytejax.errors import InputError
 
 ARCHITECTURES = ("llama", "qwen3")  # and, under the same names, the model_type of their config.json
@@ -64,12 +64,12 @@ class GGUFFile(Reader):
                 infos = self._header(file)
             except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, KeyError, RecursionError):
                 raise InputError(f"{path} is not a complete GGUF file (its header is cut short or damaged)") from None
-            start = file.tell() + -file.tell() % int(self.metadata.get("general.alignment", 32))
+            start = file.tell() + -file.tell() % self._number("general.alignment", 32)
         self.architecture = self.metadata.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise InputError(f"{path} has the general.architecture {self.architecture!r}; known: {known}")
-        if self.metadata.get("split.count", 1) > 1:
+        if self._number("split.count", 1) > 1:
             raise InputError(f"{path} is one of split.count = {self.metadata['split.count']} files; merge them first")
         self._infos = {_name(i.stored): i._replace(offset=start + i.offset) for i in infos}
         size = self.path.stat().st_size
@@ -102,7 +102,7 @@ class GGUFFile(Reader):
 
     def config(self) -> dict[str, Any]:
         """What the metadata says, as a config.json of transformers. Raises InputError naming a key that is missing."""
-        heads, width = self._heads("head_count"), self._value("embedding_length")
+        heads, width = self._heads("head_count"), self._number(f"{self.architecture}.embedding_length", None)
         if self._value("expert_count", 0):
             raise InputError(f"{self.where}: {self.architecture}.expert_count: mixtures of experts are not supported")
         if "model.embed_tokens.weight" not in self._infos:
@@ -144,6 +144,12 @@ class GGUFFile(Reader):
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise InputError(f"{self.where} lacks the key {self.architecture}.{key}")
+        return value
+
+    def _number(self, key: str, default: int | None) -> int:
+        value = self.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{self.where}: {key} = {value!r} is not one positive number")
         return value
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
@@ -199,6 +205,8 @@ class GGUFFile(Reader):
         name, (rank,) = _string(file), struct.unpack("<I", file.read(4))
         dims = struct.unpack(f"<{rank}Q", file.read(8 * rank))[::-1]
         number, offset = struct.unpack("<IQ", file.read(12))
+        if rank < 1:
+            raise InputError(f"{self.where}: {name} has no axes")
         known = {kind.value: kind for kind in self._package.GGMLQuantizationType}
         kind = known.get(number)
         if kind is None or (kind.name not in PLAIN and kind not in self._package.quants._type_traits):
