@@ -154,3 +154,25 @@ def test_the_thresholds_tell_rounding_from_errors():
     assert not parity.agrees({"kl": 2e-3, "top1_agreement": 1.0}) and not parity.agrees(
         {"kl": 0, "top1_agreement": 0.9}
     )
+
+
+def test_what_lies_beside_the_output_stays(tmp_path, capsys):
+    cases.write_released(tmp_path / "a")
+    (tmp_path / "b.part").mkdir()
+    (tmp_path / "b.part" / "mine").write_text("kept")
+    run(capsys, tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b.part" / "mine").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "b.part"]
+
+
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_an_output_without_a_name_of_its_own_is_refused(out, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    is_refused(convert.main(["demo", out]), *capsys.readouterr(), "not an empty directory")
+
+
+def test_a_failure_leaves_no_parents_behind(tmp_path, capsys):
+    status = convert.main([str(tmp_path / "no.gguf"), str(tmp_path / "p" / "q" / "r")])
+    is_refused(status, *capsys.readouterr(), "no such file")
+    assert list(tmp_path.iterdir()) == []

@@ -91,6 +91,22 @@ WHOLE = {
         ),
         ["model.safetensors", f"{NORM} has the unknown dtype Q32"],
     ),
+    "a dtype that is a list": (
+        lambda d: edit_header(d / "model.safetensors", lambda h: h.replace('"F32"', "[]", 1)),
+        ["model.safetensors", "has the unknown dtype []"],
+    ),
+    "a number of thousands of digits": (
+        lambda d: edit_header(d / "model.safetensors", lambda h: h.replace("[24", "[" + "9" * 5000, 1)),
+        ["model.safetensors", "header is not JSON"],
+    ),
+    "layer types that are no list": (
+        lambda d: edit_json(d / "config.json", layer_types=3),
+        ["config.json", "layer_types = 3 is no list"],
+    ),
+    "a template that is not UTF-8": (
+        lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"),
+        ["chat_template.jinja", "UTF-8"],
+    ),
     "the same tensor twice": (
         lambda d: edit_header(d / "model.safetensors", lambda h: h.replace("layers.0.mlp.up_", "layers.1.mlp.up_")),
         ["model.safetensors", f"it has {UP} twice"],

@@ -1,5 +1,6 @@
 """Byte-level BPE: texts come back whole, control tokens in text stay text, and what the files around it say counts."""
 
+import dataclasses
 import json
 import random
 
@@ -193,3 +194,15 @@ def test_other_kinds_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {}}')
     with pytest.raises(InputError, match="cannot be read"):
         SubwordTokenizer.from_directory(tmp_path)
+
+
+def test_only_roles_and_contents_reach_the_template(tokenizer):
+    template = "{% for m in messages %}{{ m.role + m.content + (m.reasoning_content or '') }}{% endfor %}"
+    made = dataclasses.replace(tokenizer, template=template)
+    ids = made.chat([{"role": "user", "content": "a", "reasoning_content": cases.END}], reply=False)
+    assert made.decode(ids) == "usera"
+
+
+def test_half_a_character_is_named(tokenizer):
+    with pytest.raises(InputError, match="half a character"):
+        tokenizer.encode("a\ud800")
