@@ -17,7 +17,7 @@ SCRIPTS = [
     "עברית",
     "ไทย",
 ]
-SCRIPTS += ["\r\n\t  ", "user\n\n", "\x00\x07"]
+SCRIPTS += ["עברית", "ไทย", "\r\n\t  ", "user\n\n", "\x00\x07"]
 CONTROLS = ["<|eot_id|>", "<|begin_of_text|>", "<bos>", "<extra_id_12>", *cases.CONTROLS]
 
 
