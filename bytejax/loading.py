@@ -78,6 +78,10 @@ def target_path(source: Path | str) -> Path:
         raise checkpoints.pickled(path, path)
     if path.suffix == ".gguf":
         return path
+    if path.suffix == ".safetensors":
+        raise InputError(f"target {str(source)!r} is a file of weights; give the directory that holds it")
+    if str(source).startswith((".", "/", "~")):
+        raise InputError(f"target {str(source)!r}: no such directory")
     if hub.is_id(str(source)):
         return hub.download(str(source))
     raise InputError(f"target {str(source)!r} is neither 'demo' nor a directory, a .gguf file or a hub id (owner/name)")
@@ -328,11 +332,19 @@ def _pinned_head(directory: Path, pinned: Any) -> Path:
     return DEMO / name
 
 
-def _sha256(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from None
+def weights_digest(path: Path) -> str:
+    """SHA-256 of the files that hold a target's weights, given where `target_path` found it."""
+    own = path / WEIGHTS
+    return _sha256(*([path] if path.is_file() else [own] if own.is_file() else sorted(path.glob("*.safetensors"))))
+
+
+def _sha256(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with checkpoints.file_errors(path), path.open("rb") as file:
+            while piece := file.read(2**24):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _is_directory(path: Path) -> bool:

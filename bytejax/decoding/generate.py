@@ -117,6 +117,8 @@ class Generation:
         accept: str | None = None,
         bonus: str = "condition",
     ):
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise InputError(f"drafter is {drafter!r}; give what load_drafter({drafter!r}, target) returns")
         self._target, self._drafter = target, drafter if drafter is not None else Autoregressive()
         self._drafter.check(target)
         if isinstance(prompts, str | bytes):

@@ -67,7 +67,10 @@ class CircuitDrafter(Drafter):
 
     def check(self, target: Target) -> None:
         if self.config.width != target.width:
-            raise InputError(f"the head takes features of width {self.config.width}, the target has {target.width}")
+            raise InputError(
+                f"the head takes features of width {self.config.width}, the target has {target.width}: it belongs to "
+                "another target; a head for this one has to be trained, drafter 'none' needs none"
+            )
         if self.adapter is not None and not (isinstance(target, Llama) and isinstance(target.params["layers"], tuple)):
             raise InputError("a LoRA drafter needs a Llama whose layers are unrolled: load_target(..., unroll=True)")
         if self.config.vocab < target.vocab:

@@ -4,7 +4,6 @@ A task says how its members begin, what their losses are, and how they are writt
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,16 +96,15 @@ def _target_task(config: Config) -> Task:
 
 
 def _head_task(config: Config) -> Task:
-    target, dtype = loading.load_target(config.target), jnp.dtype(config.compute_dtype)
-    directory = loading.target_directory(config.target)
+    path, dtype = loading.target_path(config.target), jnp.dtype(config.compute_dtype)
+    target = loading.load_target(path)
     if config.data.sequence_length > target.context:
         raise InputError(
             f"data.sequence_length={config.data.sequence_length} is more than the target's context of {target.context}"
         )
-    matrices, key = own_heads(directory, target), jax.random.key(config.seed)
+    matrices, key = own_heads(path, target), jax.random.key(config.seed)
     configs, init, masks, kept = {}, {}, {}, {}  # kept: heads that do not change, under the adapters that do
-    digest = hashlib.sha256((directory / loading.WEIGHTS).read_bytes()).hexdigest()
-    identity = {"target_sha256": digest}
+    identity = {"target_sha256": loading.weights_digest(path)}
     for name, h in config.heads.items():
         circuit = circuits.make(h.circuit, h.window, h.rank)
         configs[name] = c = HeadConfig(circuit, target.width, target.vocab, h.adapter_rank, h.feed_width)
