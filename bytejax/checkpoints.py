@@ -6,6 +6,7 @@ Nothing here holds more than the tensor at hand, and nothing is unpickled.
 import abc
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -90,6 +91,10 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 class SafetensorsFile(Reader):
     """One safetensors file.
@@ -114,6 +119,13 @@ class SafetensorsFile(Reader):
                 raise
             raise self._damaged("its header is not JSON") from None
         self._places = {name: self._place(name, entry, 8 + length, size) for name, entry in entries.items()}
+        at = 8 + length
+        for name, place in sorted(self._places.items(), key=lambda item: item[1].offset):
+            if place.offset != at and place.size:
+                raise self._damaged(f"{name} begins at byte {place.offset}, what is before it ends at {at}")
+            at += place.size
+        if at != size:
+            raise self._damaged(f"its tensors end at byte {at}, the file at {size}")
 
     def names(self):
         return list(self._places)
@@ -132,15 +144,12 @@ class SafetensorsFile(Reader):
     def _place(self, name: str, entry: Any, start: int, size: int) -> _Place:
         try:
             code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            count = 1
-            for n in shape:
-                count *= n
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (KeyError, TypeError, ValueError):
             raise self._damaged(f"its entry of {name} is malformed") from None
         if not isinstance(code, str) or code not in DTYPES:
             raise InputError(f"{self.path}: {name} has the unknown dtype {code}")
-        if not whole or end - begin != count * DTYPES[code].itemsize:
+        if not whole or end - begin != math.prod(shape) * DTYPES[code].itemsize:
             raise self._damaged(f"its entry of {name} is malformed")
         if start + end > size:
             raise self._damaged(f"{name} ends at byte {start + end}, the file at {size}")

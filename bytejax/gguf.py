@@ -3,6 +3,7 @@
 The file is read here, tensor by tensor; the `gguf` package knows the quantised formats.
 """
 
+import math
 import re
 import struct
 from pathlib import Path
@@ -64,7 +65,8 @@ class GGUFFile(Reader):
                 infos = self._header(file)
             except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, KeyError, RecursionError):
                 raise InputError(f"{path} is not a complete GGUF file (its header is cut short or damaged)") from None
-            start = file.tell() + -file.tell() % self._number("general.alignment", 32)
+            alignment = self._number("general.alignment", 32)
+            start = file.tell() + -file.tell() % alignment
         self.architecture = self.metadata.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -72,8 +74,12 @@ class GGUFFile(Reader):
         if self._number("split.count", 1) > 1:
             raise InputError(f"{path} is one of split.count = {self.metadata['split.count']} files; merge them first")
         self._infos = {_name(i.stored): i._replace(offset=start + i.offset) for i in infos}
-        size = self.path.stat().st_size
+        size, stored = self.path.stat().st_size, [i.stored for i in infos]
+        if twice := [name for name in stored if stored.count(name) > 1]:
+            raise InputError(f"{path} has {twice[0]} twice")
         for info in self._infos.values():
+            if (info.offset - start) % alignment:
+                raise InputError(f"{path}: the offset of {info.stored} is no multiple of general.alignment")
             end = info.offset + self._bytes(info)
             if end > size:
                 raise InputError(
@@ -102,7 +108,8 @@ class GGUFFile(Reader):
 
     def config(self) -> dict[str, Any]:
         """What the metadata says, as a config.json of transformers. Raises InputError naming a key that is missing."""
-        heads, width = self._heads("head_count"), self._number(f"{self.architecture}.embedding_length", None)
+        own = f"{self.architecture}."
+        heads, width = self._heads("head_count"), self._number(own + "embedding_length", None)
         if self._value("expert_count", 0):
             raise InputError(f"{self.where}: {self.architecture}.expert_count: mixtures of experts are not supported")
         if "model.embed_tokens.weight" not in self._infos:
@@ -122,8 +129,8 @@ class GGUFFile(Reader):
             "intermediate_size": self._value("feed_forward_length"),
             "hidden_act": "silu",
             "attention_bias": False,
-            "rms_norm_eps": _shortest(self._value("attention.layer_norm_rms_epsilon")),
-            "rope_theta": float(self._value("rope.freq_base", 10000.0)),
+            "rms_norm_eps": _shortest(self._number(own + "attention.layer_norm_rms_epsilon", None, float)),
+            "rope_theta": float(self._number(own + "rope.freq_base", 10000.0, float)),
             "rope_scaling": self._rope_scaling(head_dim),
             "max_position_embeddings": self._value("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self._infos,
@@ -146,9 +153,11 @@ class GGUFFile(Reader):
             raise InputError(f"{self.where} lacks the key {self.architecture}.{key}")
         return value
 
-    def _number(self, key: str, default: int | None) -> int:
+    def _number(self, key: str, default: float | None, kind: type = int) -> Any:
         value = self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if value is None:
+            raise InputError(f"{self.where} lacks the key {key}")
+        if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < 2**63:
             raise InputError(f"{self.where}: {key} = {value!r} is not one positive number")
         return value
 
@@ -161,7 +170,9 @@ class GGUFFile(Reader):
             return None
         got = np.asarray(self.read(ROPE_FACTORS), np.float64)
         factor = round(float(got.max()), 4)
-        turns = self._value("rope.freq_base", 10000.0) ** (-np.arange(head_dim // 2) * 2 / head_dim)
+        turns = self._number(f"{self.architecture}.rope.freq_base", 10000.0, float) ** (
+            -np.arange(head_dim // 2) * 2 / head_dim
+        )
         turns *= LLAMA3["original_max_position_embeddings"] / (2 * np.pi)
         low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
         smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -174,16 +185,16 @@ class GGUFFile(Reader):
 
     def _bytes(self, info: _Info) -> int:
         if info.kind in PLAIN:
-            return int(np.prod(info.dims, dtype=np.int64)) * PLAIN[info.kind].itemsize
+            return math.prod(info.dims) * PLAIN[info.kind].itemsize
         block, size = self._package.GGML_QUANT_SIZES[self._package.GGMLQuantizationType[info.kind]]
         if info.dims[-1] % block:
             raise InputError(f"{self.where}: {info.stored} has rows of {info.dims[-1]}, no multiple of {block}")
-        return int(np.prod(info.dims, dtype=np.int64)) // block * size
+        return math.prod(info.dims) // block * size
 
     def _stored(self, info: _Info) -> np.ndarray:
         if info.kind in PLAIN:
             return mapped(self.path, PLAIN[info.kind], info.dims, info.offset)
-        rows = int(np.prod(info.dims[:-1], dtype=np.int64))
+        rows = math.prod(info.dims[:-1])
         data = mapped(self.path, np.dtype("u1"), (rows, self._bytes(info) // max(rows, 1)), info.offset)
         out, kind = np.empty((rows, info.dims[-1]), np.float32), self._package.GGMLQuantizationType[info.kind]
         for i in range(0, rows, ROWS):
@@ -205,8 +216,8 @@ class GGUFFile(Reader):
         name, (rank,) = _string(file), struct.unpack("<I", file.read(4))
         dims = struct.unpack(f"<{rank}Q", file.read(8 * rank))[::-1]
         number, offset = struct.unpack("<IQ", file.read(12))
-        if rank < 1:
-            raise InputError(f"{self.where}: {name} has no axes")
+        if not 1 <= rank <= 4:
+            raise InputError(f"{self.where}: {name} has {rank} axes; GGUF knows 1 to 4")
         known = {kind.value: kind for kind in self._package.GGMLQuantizationType}
         kind = known.get(number)
         if kind is None or (kind.name not in PLAIN and kind not in self._package.quants._type_traits):

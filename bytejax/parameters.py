@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bytejax import checkpoints
@@ -112,6 +111,8 @@ def check(table: Table, reader: Reader, reference: bool = False, ignored: Sequen
     """
     expected = {}
     for name, p in flatten(table).items():
+        if reference and (p.layers or 0) > len(reader.names()):
+            raise InputError(f"{reader.where} has {len(reader.names())} tensors, too few for {p.layers} layers")
         if reference and p.source is None:
             raise ValueError(f"parameter {name} has no counterpart in the reference format")
         sources = dict.fromkeys(p.sources(), reference_shape(p)) if reference else {name: p.full_shape}
@@ -186,11 +187,10 @@ def to_reference(table: Table, params: Params) -> dict[str, np.ndarray]:
 
 def save(path: Path | str, params: Params, metadata: Mapping[str, str] | None = None) -> None:
     """Writes safetensors under dotted names, whole or not at all."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    arrays = {name: np.ascontiguousarray(x) for name, x in flatten(params).items()}
-    safetensors.numpy.save_file(arrays, part, metadata=dict(metadata or {}))
-    part.replace(path)
+    arrays = {name: np.asarray(x) for name, x in flatten(params).items()}
+    entries = [checkpoints.Entry(name, x.dtype, x.shape, lambda x=x: [x]) for name, x in arrays.items()]
+    with checkpoints.file_errors(path):
+        checkpoints.write(Path(path), entries, metadata)
 
 
 def load(path: Path | str, table: Table, dtype=None) -> Params:

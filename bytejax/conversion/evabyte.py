@@ -1,11 +1,10 @@
 """Released EvaByte checkpoints (config.json, model*.safetensors) as targets, and back."""
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bytejax.checkpoints import read_json
 from bytejax.conversion.base import Family
 from bytejax.errors import InputError
 from bytejax.models import evabyte
@@ -93,7 +92,7 @@ class EvaByteFamily(Family):
 
 def _whole(config: Mapping[str, Any], key: str) -> int:
     value = _present(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         raise InputError(f"{key} = {value!r} is not a positive whole number")
     return value
 
@@ -103,7 +102,7 @@ def _real(config: Mapping[str, Any], key: str) -> float:
 
 
 def _positive(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e300:
         raise InputError(f"{key} = {value!r} is not a positive number")
     return float(value)
 
@@ -127,13 +126,7 @@ def _scale(scaling: Any) -> float:
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        return ()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise InputError(f"{path} is not JSON ({e})") from None
-    return _as_ids(values.get("eos_token_id")) if isinstance(values, dict) else ()
+    return _as_ids(read_json(path).get("eos_token_id")) if path.is_file() else ()
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

@@ -108,7 +108,8 @@ def positive(config: Mapping[str, Any], key: str, kind: type, default: Any = Non
     value = default if value is None else value
     if value is None:
         raise InputError(f"{key} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value < float("inf"):
+    largest = 2**31 - 1 if kind is int else 1e300
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value <= largest:
         raise InputError(f"{key} = {value!r} must be a positive {'integer' if kind is int else 'number'}")
     return kind(value)
 

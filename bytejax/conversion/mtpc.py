@@ -89,8 +89,11 @@ def convert(
 
 def is_drafter(path: Path) -> bool:
     """Whether a path is a released drafter's directory, or one of its files."""
-    if path.is_dir():
-        return any(path.glob("model@*.pt"))
+    try:
+        if path.is_dir():
+            return any(path.glob("model@*.pt"))
+    except OSError:  # a name too long, a directory that may not be read
+        return False
     return path.suffix == ".pt" and path.name.startswith("model@")
 
 

@@ -16,8 +16,11 @@ INDEX = "pytorch_model.bin.index.json"
 
 def is_pickled(path: Path) -> bool:
     """Whether a file, or a directory that has nothing better, holds pickled weights."""
-    if path.is_dir():
-        return not any(path.glob("*.safetensors")) and any(p.suffix in PICKLES for p in path.iterdir())
+    try:
+        if path.is_dir():
+            return not any(path.glob("*.safetensors")) and any(p.suffix in PICKLES for p in path.iterdir())
+    except OSError:  # a name too long, a directory that may not be read
+        return False
     return path.suffix in PICKLES
 
 
@@ -30,9 +33,9 @@ def open_pickles(path: Path) -> Reader:
         return _Tensors(_load(path), str(path))
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise InputError(f"{path / INDEX} has no weight_map of tensors to files")
-        files = [path / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+        files = [path / Path(name).name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(p for p in path.iterdir() if p.suffix in PICKLES)
         if len(files) > 1:
@@ -82,8 +85,11 @@ def as_numpy(tensor: Any) -> np.ndarray:
 
 def _load(path: Path) -> dict:
     torch, state = _torch(path), load(path)
-    if not isinstance(state, Mapping) or not all(isinstance(x, torch.Tensor) for x in state.values()):
-        raise InputError(f"{path} does not hold a state dict: tensors by name")
+    plain = lambda x: isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu"
+    if not isinstance(state, Mapping) or not all(isinstance(n, str) and plain(x) for n, x in state.items()):
+        raise InputError(f"{path} does not hold a state dict: dense tensors by name")
+    if quantised := [name for name, x in state.items() if x.is_quantized]:
+        raise InputError(f"{path}: {quantised[0]} is quantised, which is not supported")
     return dict(state)
 
 

@@ -43,6 +43,6 @@ def open_released(path: Path, weights: Reader | None = None) -> Released:
     family = families.family(raw["model_type"], where)
     with input_errors_of(where):
         config = family.parse(raw)
-    table = family.table(config)
-    target = family.make(parameters.abstract(table), config, path, raw)
-    return Released(path, family, raw, reader or checkpoints.open_directory(path), table, target)
+    table, reader = family.table(config), reader or checkpoints.open_directory(path)
+    parameters.check(table, reader, reference=True, ignored=family.ignored)  # before anything as large as config says
+    return Released(path, family, raw, reader, table, family.make(parameters.abstract(table), config, path, raw))

@@ -25,6 +25,7 @@ BEGINS_ITSELF = (
     "llama3",
     "llama-v3",
 )  # a start id unless the file says otherwise; whole words skip merges
+ENDS = ("bos", "eos", "eot", "eom", "padding", "unknown")
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
@@ -36,7 +37,7 @@ def from_directory(directory: Path) -> dict[str, Any]:
         added = {token["content"]: token["id"] for token in model["added_tokens"]}
     except FileNotFoundError:
         raise InputError(f"{directory} holds no tokenizer.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise InputError(f"{directory / 'tokenizer.json'} describes no tokenizer ({e})") from None
     config = _optional(directory / "tokenizer_config.json")
     specials = {name: _spelling(config[name]) for name in config if name.endswith("_token") and config[name]}
@@ -58,16 +59,21 @@ def from_gguf(path: Path) -> dict[str, Any]:
 
     values = {name.removeprefix("tokenizer."): x for name, x in GGUFFile(path).metadata.items()}
     kind, pre = values.get("ggml.model"), values.get("ggml.pre", "gpt-2")
+    expected = {"ggml.pre": str, "chat_template": str, "ggml.add_bos_token": bool, "ggml.token_type": list}
+    expected |= {f"ggml.{name}_token_id": int for name in ENDS}
+    for name, wanted in expected.items():
+        if not isinstance(values.get(name), wanted | None):
+            raise InputError(f"{path}: tokenizer.{name} = {values[name]!r} is no {wanted.__name__}")
     if kind != "gpt2":
         raise InputError(f"{path}: tokenizer.ggml.model is {kind!r}; only byte-level BPE ('gpt2') is supported")
     if pre not in PATTERNS:
         raise InputError(f"{path}: tokenizer.ggml.pre is {pre!r}; known: {', '.join(PATTERNS)}")
     for name in ("ggml.tokens", "ggml.merges"):
-        if not isinstance(values.get(name), list):
-            raise InputError(f"{path} lacks the key tokenizer.{name}")
+        if not isinstance(values.get(name), list) or not all(isinstance(x, str) for x in values[name]):
+            raise InputError(f"{path} lacks the key tokenizer.{name}, a list of strings")
     tokens, types = values["ggml.tokens"], values.get("ggml.token_type") or []
     at = lambda name: values.get(f"ggml.{name}_token_id")
-    for name in ("bos", "eos", "eot", "eom", "padding", "unknown"):
+    for name in ENDS:
         if at(name) is not None and not 0 <= at(name) < len(tokens):
             raise InputError(f"{path}: tokenizer.ggml.{name}_token_id is {at(name)}, there are {len(tokens)} tokens")
     begins = values.get("ggml.add_bos_token", pre in BEGINS_ITSELF)

@@ -134,7 +134,7 @@ def test_what_cannot_be_written_is_refused(tmp_path, capsys):
     refused([tmp_path / "a", tmp_path / "a"], "exists and is not an empty directory")
     refused([tmp_path / "a", tmp_path / "b", "--to", "reference"], "in the layout 'reference' already")
     refused([tmp_path / "a", tmp_path / "b", "--dtype", "int8"], "int8", "--help")
-    refused([tmp_path / "nothing", tmp_path / "b"], "nothing", "neither 'demo' nor")
+    refused([tmp_path / "nothing", tmp_path / "b"], "nothing", "no such directory")
     (tmp_path / "file").write_text("x")
     refused([tmp_path / "a", tmp_path / "file" / "b"], "file/b")
     (tmp_path / "empty").mkdir()

@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, or are none: one line that names file and tensor, exit status 2, nothing written."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -151,9 +152,28 @@ WHOLE = {
     ),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ["checkpoint", "holds no tokenizer.json"]),
     "tokenizer is no JSON": (lambda d: cut(d / "tokenizer.json", -9), ["tokenizer.json", "describes no tokenizer"]),
-    "fewer ids than tokens": (
+    "fewer ids than rows": (
         lambda d: edit_json(d / "config.json", vocab_size=290),
-        ["checkpoint", "largest id is 299, the model has 290"],
+        ["model.safetensors", "model.embed_tokens.weight has shape (310, 24), expected (290, 24)"],
+    ),
+    "more layers than tensors": (
+        lambda d: edit_json(d / "config.json", num_hidden_layers=10_000_000),
+        ["checkpoint", "too few for 10000000 layers"],
+    ),
+    "a number beyond floats": (
+        lambda d: edit_json(d / "config.json", rope_theta=10**400),
+        ["config.json", "rope_theta"],
+    ),
+    "a byte too many": (
+        lambda d: (d / "model.safetensors").open("ab").write(b"x"),
+        ["model.safetensors", "the file at"],
+    ),
+    "tensors that overlap": (
+        lambda d: edit_header(
+            d / "model.safetensors",
+            lambda h: re.sub(r"data_offsets\":\[(\d+),(\d+)", lambda m: f'data_offsets":[0,{int(m[2]) - int(m[1])}', h),
+        ),
+        ["model.safetensors", "begins at byte"],
     ),
 }
 SHARDED = {

@@ -213,7 +213,7 @@ def measured(tmp_path, unroll, **sizes):
 def test_loading_takes_little_more_memory_than_the_weights(unroll, tmp_path):
     before, peak, size = measured(tmp_path, unroll, layers=12, width=1024, ffn=3072, vocab=4000, shards=4)
     assert size > 250e6
-    assert peak - before < 1.15 * size + 80e6  # the allowance is for programs compiled for these shapes
+    assert peak - before < 1.15 * size + 130e6  # the allowance is for programs compiled for these shapes
 
 
 @pytest.mark.slow
