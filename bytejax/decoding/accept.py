@@ -109,6 +109,12 @@ def tree(block: Block, laws: jax.Array, warp: Warp, keys: jax.Array) -> Verdict:
         choices = jnp.argmax(laws + noise, -1).astype(jnp.int32)
     index = jnp.arange(n)
     hit = block.is_draft & (jnp.take_along_axis(choices, block.parents, axis=1) == block.ids) | (index == 0)
+    if not warp.greedy:
+        # Of siblings with the same id only the first one counts: each has a choice of its own after it, and taking the
+        # one that goes further would favour the drafts.
+        alike = (block.parents[:, :, None] == block.parents[:, None]) & (block.ids[:, :, None] == block.ids[:, None])
+        earlier = (index[:, None] > index) & (index > 0) & block.is_draft[:, None]
+        hit &= ~(alike & earlier).any(-1)
     ancestors = jnp.broadcast_to(block.ancestors(), (b, n, n))
     on_path = ~(ancestors & ~hit[:, None]).any(-1)
     best = jnp.argmax(jnp.where(on_path, block.depths(), -1), axis=1)
