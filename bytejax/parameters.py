@@ -181,7 +181,7 @@ def to_reference(table: Table, params: Params) -> dict[str, np.ndarray]:
     for name, p in flatten(table).items():
         value = np.asarray(flatten(params)[name])
         for source, x in zip(p.sources(), [value] if p.layers is None else value, strict=True):
-            tensors[source] = np.ascontiguousarray(relayout(x, " -> ".join(reversed(p.layout.split("->")))))
+            tensors[source] = np.ascontiguousarray(reference_axes(x, p))
     return tensors
 
 
@@ -355,6 +355,11 @@ def relayout(x: np.ndarray, layout: str) -> np.ndarray | None:
     """An array with its axes as `layout` says, e.g. "F D -> D F"; None where it has another number of axes."""
     before, after = (re.findall(r"\w+", side) for side in layout.split("->"))
     return x.transpose([before.index(a) for a in after]) if x.ndim == len(before) else None
+
+
+def reference_axes(x: np.ndarray, p: Param) -> np.ndarray:
+    """One layer's array with its axes as the reference has them."""
+    return relayout(x, " -> ".join(reversed(p.layout.split("->"))))
 
 
 def reference_shape(p: Param) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Measures the shipped demo on held-out modules of the standard library: `python -m bytejax.benchmark.demo KIND`.
 
+bits: bits per byte of the target on the held-out modules.
 identity: greedy ids of every variant against autoregression of the same block width, and of width 1.
 acceptance: accept length, with a paired 95% interval of its distance from the first variant's; a1 of each head.
 speed: bytes per second of each variant against autoregression in the same run, both alone.
@@ -31,7 +32,8 @@ from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.errors import InputError
 from bytejax.models import lora
 from bytejax.models.base import Block, Target
-from bytejax.training import corpus
+from bytejax.training import corpus, data
+from bytejax.training.losses import next_byte_loss
 
 PROMPT_BYTES = 128
 RESAMPLES = 10_000
@@ -104,6 +106,16 @@ def held_out_prompts(count: int, seed: int = 0) -> list[list[int]]:
     text = ids[ids < corpus.BOS].astype(int)
     starts = np.random.default_rng(seed).integers(0, len(text) - PROMPT_BYTES, count)
     return [[corpus.BOS, *text[s : s + PROMPT_BYTES].tolist()] for s in starts]
+
+
+def bits(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Over all held-out bytes, as the last validation of a training run has them (`training.data`)."""
+    losses = jax.jit(lambda ids, labels: next_byte_loss(target.states(ids), labels, target.unembed)[1])
+    batches = data.validation_batches(corpus.stdlib().held_out, target.context, batch=4, count=None)
+    totals = [jax.device_get(losses(b["ids"], b["labels"])) for b in batches]
+    count = sum(int(t["count"]) for t in totals)
+    nats = sum(float(t["ce"]) * int(t["count"]) for t in totals)
+    yield {"bits_per_byte": nats / count / np.log(2), "labels": count}
 
 
 def identity(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -270,7 +282,7 @@ def _job(target: Target, variant: Variant, args: argparse.Namespace) -> measure.
     return measure.Job(target, variant.load(target), batches, options | variant.run)
 
 
-KINDS = {"identity": identity, "acceptance": acceptance, "speed": speed, "cycles": cycles, "table": table}
+KINDS = {"bits": bits, "identity": identity, "acceptance": acceptance, "speed": speed, "cycles": cycles, "table": table}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bytejax.errors import InputError
 from bytejax.models.base import Target
 from bytejax.parameters import Params, Table
 
@@ -41,3 +42,23 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def config_of(self, target: Target) -> dict[str, Any]:
         """config.json of a target, for writing a checkpoint that the reference can load."""
+
+
+def positive(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """A positive number of config.json; `default` where it is absent or null. Raises InputError naming the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise InputError(f"{key} is missing")
+    largest = 2**31 - 1 if kind is int else 1e300
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value <= largest:
+        raise InputError(f"{key} = {value!r} must be a positive {'integer' if kind is int else 'number'}")
+    return kind(value)
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A flag of config.json, False where it is absent. Raises InputError naming the key."""
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{key} = {value!r} must be true or false")
+    return value

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytejax.conversion.llama import LlamaFamily, flag, positive
+from bytejax.conversion.base import flag, positive
+from bytejax.conversion.llama import LlamaFamily
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama
 from bytejax.models.byte_llama import WINDOW, ByteLlama

@@ -20,11 +20,7 @@ from bytejax.parameters import Param, Table
 
 
 def to_bytejax(released: Released, directory: Path, dtype: np.dtype | None = None) -> None:
-    """Writes what `save_target` would write, into a directory that exists. dtype None keeps the checkpoint's.
-
-    Raises InputError naming every tensor that does not fit.
-    """
-    parameters.check(released.table, released.reader, reference=True, ignored=released.family.ignored)
+    """Writes what `save_target` would write, into a directory that exists. dtype None keeps the checkpoint's."""
     entries = [_ours(n, p, released.reader, dtype) for n, p in parameters.flatten(released.table).items()]
     checkpoints.write(directory / loading.WEIGHTS, entries)
     values = loading.target_values(released.target, directory)
@@ -90,14 +86,13 @@ def _ours(name: str, p: Param, reader: Reader, dtype: np.dtype | None) -> Entry:
 
 
 def _reference(name: str, p: Param, reader: Reader, dtype: np.dtype | None) -> list[Entry]:
-    back = " -> ".join(reversed(p.layout.split("->")))
     layer = lambda i: reader.read(name) if p.layers is None else reader.read(name)[i]
     return [
         Entry(
             source,
             dtype or reader.dtype(name),
             parameters.reference_shape(p),
-            lambda i=i: [parameters.relayout(layer(i), back)],
+            lambda i=i: [parameters.reference_axes(layer(i), p)],
         )
         for i, source in enumerate(p.sources())
     ]

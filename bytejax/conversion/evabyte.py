@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bytejax.checkpoints import read_json
-from bytejax.conversion.base import Family
+from bytejax.conversion.base import Family, flag, positive
 from bytejax.errors import InputError
 from bytejax.models import evabyte
 from bytejax.tokenizers import EvaByteTokenizer
@@ -34,21 +34,18 @@ class EvaByteFamily(Family):
         for key, value in ONLY.items():
             if config.get(key, value) != value:
                 raise InputError(f"{key} = {config[key]!r}; an EvaByte has {value!r}")
-        numbers = {ours: _whole(config, key) for ours, key in NAMES.items()}
+        numbers = {ours: positive(config, key, int) for ours, key in NAMES.items()}
         if numbers["vocab"] != OFFSET + 256:
             raise InputError(
                 f"vocab_size = {numbers['vocab']}; an EvaByte has {OFFSET + 256}: control tokens and bytes"
             )
-        unit_offset = config.get("norm_add_unit_offset", False)
-        if not isinstance(unit_offset, bool):
-            raise InputError(f"norm_add_unit_offset = {unit_offset!r} is neither true nor false")
         return evabyte.Config(
             **numbers,
-            pred_heads=_whole({"num_pred_heads": 1} | dict(config), "num_pred_heads"),
-            rope_theta=_real(config, "rope_theta"),
+            pred_heads=positive(config, "num_pred_heads", int, 1),
+            rope_theta=positive(config, "rope_theta", float),
             rope_scale=_scale(config.get("rope_scaling")),
-            norm_eps=_real(config, "rms_norm_eps"),
-            unit_offset=unit_offset,
+            norm_eps=positive(config, "rms_norm_eps", float),
+            unit_offset=flag(config, "norm_add_unit_offset"),
         )
 
     def table(self, config):
@@ -90,29 +87,6 @@ class EvaByteFamily(Family):
         }
 
 
-def _whole(config: Mapping[str, Any], key: str) -> int:
-    value = _present(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise InputError(f"{key} = {value!r} is not a positive whole number")
-    return value
-
-
-def _real(config: Mapping[str, Any], key: str) -> float:
-    return _positive(_present(config, key), key)
-
-
-def _positive(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e300:
-        raise InputError(f"{key} = {value!r} is not a positive number")
-    return float(value)
-
-
-def _present(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise InputError(f"{key} is missing")
-    return config[key]
-
-
 def _scale(scaling: Any) -> float:
     """What positions are divided by. "dynamic" would move the angles of positions that were cached before."""
     if scaling is None:
@@ -122,7 +96,7 @@ def _scale(scaling: Any) -> float:
         return 1.0
     if kind != "linear":
         raise InputError(f"rope_scaling = {scaling!r}; known: null and the type 'linear'")
-    return _positive(scaling.get("factor"), "rope_scaling's factor")
+    return positive(scaling, "factor", float)
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:

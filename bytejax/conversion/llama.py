@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytejax.conversion.base import Family
+from bytejax.conversion.base import Family, flag, positive
 from bytejax.errors import InputError
 from bytejax.models import llama
 from bytejax.models.llama import Config, Llama, RopeScaling
@@ -100,26 +100,6 @@ class Qwen3Family(LlamaFamily):
 
     def _head_dim(self, config, width, heads):
         return positive(config, "head_dim", int)  # it has no relation to the width
-
-
-def positive(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """A positive number of config.json; `default` where it is absent or null. Raises InputError naming the key."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise InputError(f"{key} is missing")
-    largest = 2**31 - 1 if kind is int else 1e300
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value <= largest:
-        raise InputError(f"{key} = {value!r} must be a positive {'integer' if kind is int else 'number'}")
-    return kind(value)
-
-
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A flag of config.json, False where it is absent. Raises InputError naming the key."""
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise InputError(f"{key} = {value!r} must be true or false")
-    return value
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import omegaconf
-import safetensors
-import safetensors.numpy
 
+from bytejax.checkpoints import SafetensorsFile
 from bytejax.circuits import Circuit, make
 from bytejax.circuits.btree import Region, halves, inner_levels, is_leaf
 from bytejax.circuits.head import HeadConfig
@@ -39,7 +38,7 @@ LORA = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Released:
+class ReleasedDrafter:
     """A drafter in our layout.
 
     head, params: the circuit head, in the file's dtype. gamma: the discount it was trained with, or None.
@@ -59,7 +58,7 @@ def convert(
     settings: Mapping[str, Any] | None = None,
     hmm_bias: str | None = None,
     ignore: str | None = None,
-) -> Released:
+) -> ReleasedDrafter:
     """A released drafter from its state dict, keys without a value left out.
 
     settings: its config.yaml, which is checked against the tensors. hmm_bias: regular expression of tensors to be added
@@ -84,7 +83,7 @@ def convert(
             params["bias"] = params["bias"] + _transition_bias(circuit, [tensors[name] for name in biases], where)
     adapters, layers = _adapters(tensors, settings, where)
     gamma = float(tensors[GAMMA][1]) if GAMMA in tensors and n > 1 else None
-    return Released(HeadConfig(circuit, d, v, None), params, gamma, adapters, layers)
+    return ReleasedDrafter(HeadConfig(circuit, d, v, None), params, gamma, adapters, layers)
 
 
 def is_drafter(path: Path) -> bool:
@@ -97,7 +96,7 @@ def is_drafter(path: Path) -> bool:
     return path.suffix == ".pt" and path.name.startswith("model@")
 
 
-def read(path: Path | str, **options) -> Released:
+def read(path: Path | str, **options) -> ReleasedDrafter:
     """A released drafter from its directory (`config.yaml` beside `model@STEP.pt`, of which the last counts), or from
     one such file; also from the same tensors as safetensors.
 
@@ -134,10 +133,8 @@ def _state(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     if path.suffix == ".safetensors":
-        try:
-            return safetensors.numpy.load_file(path)
-        except safetensors.SafetensorError as e:
-            raise InputError(f"{path} is not a complete safetensors file ({e})") from None
+        reader = SafetensorsFile(path)
+        return {name: reader.read(name) for name in reader.names()}
     saved = pickles.load(path)
     state = saved.get("model_state_dict") if isinstance(saved, Mapping) else None
     if not isinstance(state, Mapping):
@@ -148,7 +145,7 @@ def _state(path: Path) -> dict[str, np.ndarray]:
     return {name: pickles.as_numpy(x) for name, x in state.items()}
 
 
-def check_target(released: Released, target: Target, where: str) -> None:
+def check_target(released: ReleasedDrafter, target: Target, where: str) -> None:
     """Raises InputError where a drafter's sizes or adapted layers are not those of its target."""
     if not isinstance(target, Llama) and released.lora_layers:
         raise InputError(f"{where} has adapters; those of a {type(target).__name__} cannot be decoded with yet")

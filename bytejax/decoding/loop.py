@@ -154,9 +154,10 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     stays = (verdict.kept == 0) | (rules.bonus in ("condition", "standard"))  # whether the bonus is emitted
 
     path = jnp.broadcast_to(jnp.arange(block.width, dtype=jnp.int32), block.ids.shape)
-    path = path if verdict.path is None else verdict.path
-    kept_ids = jnp.take_along_axis(block.ids, path, axis=1)[:, rooted:]
-    state, kept = _emit(state, rules, kept_ids, verdict.kept, bonus, stays)
+    ids = block.ids
+    if verdict.path is not None:
+        path, ids = verdict.path, jnp.take_along_axis(ids, verdict.path, axis=1)
+    state, kept = _emit(state, rules, ids[:, rooted:], verdict.kept, bonus, stays)
     rows = jnp.where(active, verdict.kept + rooted, 0)
     state = state.replace(
         cache=target.commit(state.cache, extended.pending, path, rows),

@@ -15,7 +15,7 @@ from bytejax.circuits import Theta, draft_head
 from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
-from bytejax.models.base import Block, Extended, Target
+from bytejax.models.base import Block, Extended, Target, newest
 from bytejax.models.llama import Llama
 from bytejax.models.lora import Adapter
 from bytejax.parameters import Params
@@ -126,6 +126,4 @@ class CircuitDrafter(Drafter):
         return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)), log_q)
 
     def observe(self, state, target, block, extended, path, accepted):
-        row = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
-        newest = jnp.take_along_axis(self._features(extended), row[..., None], axis=1)[:, 0]
-        return jnp.where((accepted > 0)[:, None], newest, state)
+        return newest(self._features(extended), path, accepted, state)

@@ -15,7 +15,7 @@ from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
-from bytejax.models.base import Block, Target
+from bytejax.models.base import Block, Target, newest
 from bytejax.models.evabyte import EvaByte
 
 Children = tuple[tuple[int, ...], ...]
@@ -82,9 +82,8 @@ class Medusa(Drafter):
         return Draft(block.replace(parents=given, static_parents=parents))
 
     def observe(self, state, target, block, extended, path, accepted):
-        last = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
-        newest = jnp.take_along_axis(extended.hidden, last[..., None], axis=1)[:, 0]
-        return jnp.where((accepted > 0)[:, None, None], self._best(target, newest), state)
+        hidden = newest(extended.hidden, path, accepted, extended.hidden[:, 0])
+        return jnp.where((accepted > 0)[:, None, None], self._best(target, hidden), state)
 
     def _best(self, target: EvaByte, hidden: jax.Array) -> jax.Array:
         """hidden [B, D] -> [B, depths, ranks]."""

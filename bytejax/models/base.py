@@ -86,6 +86,17 @@ class Block(struct.PyTreeNode):
         return self.ancestors().sum(-1, dtype=jnp.int32) - 1
 
 
+def newest(rows: jax.Array, path: jax.Array, accepted: jax.Array, before: jax.Array) -> jax.Array:
+    """The last accepted row of every row of the batch; `before` [B, ...] where none was.
+
+    rows [B, N, ...], of a block; path [B, N] and accepted [B] as in `Target.commit` -> [B, ...].
+    """
+    spread = lambda x: x.reshape(-1, *(1,) * (before.ndim - 1))
+    last = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
+    row = jnp.take_along_axis(rows, last.reshape(-1, *(1,) * (rows.ndim - 1)), axis=1)[:, 0]
+    return jnp.where(spread(accepted > 0), row, before)
+
+
 class Extended(struct.PyTreeNode):
     """What a pass over a block returns.
 

@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 from flax import struct
 
 from bytejax import parameters
+from bytejax.checkpoints import SafetensorsFile
 from bytejax.errors import InputError
 from bytejax.models import llama
-from bytejax.models.base import Block
+from bytejax.models.base import Block, newest
 from bytejax.parameters import Param, Table
 
 WINDOW = 16  # ids that an expanded id can depend on
@@ -81,12 +80,8 @@ class Lookup(struct.PyTreeNode):
     @classmethod
     def load(cls, path: Path) -> "Lookup":
         """Reads what `save` wrote. Raises InputError where the file holds anything else."""
-        try:
-            tensors = safetensors.numpy.load_file(path)
-        except OSError as e:
-            raise InputError(f"{path}: {e.strerror or e}") from None
-        except safetensors.SafetensorError as e:
-            raise InputError(f"{path} is not a complete safetensors file ({e})") from None
+        reader = SafetensorsFile(path)
+        tensors = {name: reader.read(name) for name in reader.names()}
         size = tensors["answers"].size if "answers" in tensors else 0
         expected = {"boundaries": ((size, WORDS), np.int32), "answers": ((size,), np.int32)}
         if {name: (x.shape, x.dtype) for name, x in tensors.items()} != expected or tensors["boundaries"][:1].any():
@@ -237,9 +232,7 @@ class ByteLlama(llama.Llama):
         return extended.replace(pending=Pending(**vars(extended.pending), windows=windows))
 
     def commit(self, cache, pending, path, accepted):
-        last = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
-        newest = jnp.take_along_axis(pending.windows, last[..., None], axis=1)[:, 0]
-        history = jnp.where(accepted[:, None] > 0, newest, cache.history)
+        history = newest(pending.windows, path, accepted, cache.history)
         return Cache(**vars(super().commit(cache, pending, path, accepted)), history=history)
 
     def _inputs(self, ids, block=None, cache=None):

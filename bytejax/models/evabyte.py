@@ -151,36 +151,17 @@ class EvaByte(Layered):
     No method takes an adapter; one that is not None raises InputError.
     """
 
-    @property
-    def vocab(self) -> int:
-        return self.config.vocab
-
-    @property
-    def width(self) -> int:
-        return self.config.width
-
-    @property
-    def context(self) -> int:
-        return self.config.context
-
     def layer_table(self) -> Table:
         return layer_table(self.config)
 
     def init_cache(self, batch: int, capacity: int, block_width: int, adapter=None) -> Cache:
         """Slots for the summaries of every window that `capacity` positions and one block can complete."""
         _refuse(adapter)
-        c, dtype = self.config, self.params["embedding"].dtype
+        c = self.config
         summaries = (capacity + block_width) // c.window * c.chunks
         slots = summaries + min(c.window, capacity + block_width) + block_width
         front = L.kv_front(c.heads, batch)
-        unrolled = isinstance(self.params["layers"], tuple)
-
-        def make(shape):
-            if unrolled:
-                return tuple(jnp.zeros(shape, dtype) for _ in range(c.layers))
-            return jnp.zeros((c.layers, *shape), dtype)
-
-        k, v = make((*front, c.head_dim, slots)), make((*front, slots, c.head_dim))
+        k, v = self._empty_slots((*front, c.head_dim, slots)), self._empty_slots((*front, slots, c.head_dim))
         return Cache(k, v, jnp.zeros((batch,), jnp.int32), summaries)
 
     def room(self, cache: Cache) -> jax.Array:
@@ -241,13 +222,7 @@ class EvaByte(Layered):
         lengths = cache.lengths + accepted.astype(jnp.int32)
         k, v = pending.k, pending.v
         if not pending.chain:
-            start = m + cache.lengths % c.window
-
-            def keep(slots, axis):
-                """Moves the rows of the path to the front of the block."""
-                return L.write_rows(slots, L.read_rows(slots, start[:, None] + path, axis), start, axis)
-
-            k, v = L.over_layers(lambda k, v: (keep(k, -1), keep(v, -2)), k, v)
+            k, v = L.keep_path(k, v, m + cache.lengths % c.window, path)
         if m == 0:
             return Cache(k, v, lengths, m)
         complete = (accepted > 0) & (lengths % c.window == 0)

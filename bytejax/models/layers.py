@@ -205,6 +205,18 @@ def over_layers(function: Callable, *caches: Any) -> Any:
     return jax.vmap(function)(*caches)
 
 
+def keep_path(k: Any, v: Any, starts: jax.Array, path: jax.Array) -> tuple[Any, Any]:
+    """Moves the rows of a path [B, N] to the front of the block that begins at slots `starts` [B], in every layer.
+
+    k, v: as caches hold them, stacked or one by one.
+    """
+
+    def keep(slots, axis):
+        return write_rows(slots, read_rows(slots, starts[:, None] + path, axis), starts, axis)
+
+    return over_layers(lambda k, v: (keep(k, -1), keep(v, -2)), k, v)
+
+
 def block_mask(slots: int, lengths: jax.Array, block: Any) -> jax.Array:
     """Which slots each block row sees: the committed ones, its ancestors and itself; block row i lies in slot lengths
     + i.

@@ -21,6 +21,18 @@ class Layered(Target):
 
     JOINED: ClassVar[dict[str, tuple[str, ...]]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
     @abc.abstractmethod
     def layer_table(self) -> Table:
         """Declarations of one layer's parameters."""
@@ -69,6 +81,13 @@ class Layered(Target):
         if not any(layers[0][name].ndim == 3 for name in self._kernels(layers[0])):
             return {"[in, out]": self}
         return {"panels": self, "[in, out]": self.unrolled()}
+
+    def _empty_slots(self, shape: tuple[int, ...]):
+        """Zeros of one layer's shape for every layer, held as the layers are."""
+        layers, dtype = self.config.layers, self.params["embedding"].dtype
+        if isinstance(self.params["layers"], tuple):
+            return tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+        return jnp.zeros((layers, *shape), dtype)
 
     def _kernels(self, layer: dict) -> list[str]:
         parts = {name for names in self.JOINED.values() for name in names}

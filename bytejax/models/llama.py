@@ -135,18 +135,6 @@ class Llama(Layered):
     params: as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
     """
 
-    @property
-    def vocab(self) -> int:
-        return self.config.vocab
-
-    @property
-    def width(self) -> int:
-        return self.config.width
-
-    @property
-    def context(self) -> int:
-        return self.config.context
-
     def layer_table(self) -> Table:
         return layer_table(self.config)
 
@@ -156,14 +144,10 @@ class Llama(Layered):
         slots = capacity + block_width
         front = L.kv_front(c.kv_heads, batch)
         k, v = (*front, c.head_dim, slots), (*front, slots, c.head_dim)
-        each = lambda shape, layers: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
-        if isinstance(self.params["layers"], tuple):
-            make = lambda shape: each(shape, c.layers)
-        else:
-            make = lambda shape: jnp.zeros((c.layers, *shape), dtype)
         drafting = 0 if adapter is None else len(adapter.layers)
+        each = lambda shape: tuple(jnp.zeros(shape, dtype) for _ in range(drafting))
         lengths = jnp.zeros((batch,), jnp.int32)
-        return Cache(make(k), make(v), each(k, drafting), each(v, drafting), lengths)
+        return Cache(self._empty_slots(k), self._empty_slots(v), each(k), each(v), lengths)
 
     def prefill(self, ids, lengths, cache, adapter=None):
         t = ids.shape[1]
@@ -199,23 +183,9 @@ class Llama(Layered):
         if pending.chain:
             return Cache(pending.k, pending.v, pending.draft_k, pending.draft_v, lengths)
 
-        def compact(slots, axis):
-            """Moves the rows of the path to the front of the block; S on `axis` of slots."""
-            source = cache.lengths[:, None] + path
-            source = jnp.tile(source, (slots.shape[0] // path.shape[0], 1)) if slots.ndim == 3 else source[0]
-            source = jnp.expand_dims(source, -3 - axis)
-            return L.write_rows(slots, jnp.take_along_axis(slots, source, axis), cache.lengths, axis)
-
-        def compact_layers(slots, axis):
-            if isinstance(slots, tuple):
-                return tuple(compact(x, axis) for x in slots)
-            return jax.vmap(lambda x: compact(x, axis))(slots)
-
-        keys, values = ((pending.k, pending.draft_k), (pending.v, pending.draft_v))
-        (k, draft_k), (v, draft_v) = (
-            [compact_layers(x, axis) for x in slots] for slots, axis in ((keys, -1), (values, -2))
-        )
-        return Cache(k, v, draft_k, draft_v, lengths)
+        k, v = L.keep_path(pending.k, pending.v, cache.lengths, path)
+        draft = (pending.draft_k, pending.draft_v)
+        return Cache(k, v, *(L.keep_path(*draft, cache.lengths, path) if pending.draft_k else draft), lengths)
 
     def embed(self, ids):
         return jnp.take(self.params["embedding"], ids, axis=0)

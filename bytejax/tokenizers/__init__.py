@@ -38,5 +38,4 @@ def save(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
 def load(saved: dict[str, Any], directory: Path) -> Tokenizer:
     """The tokenizer that `save` described. Raises KeyError or TypeError for what it never wrote."""
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items() if name != "kind"}
-    cls = KINDS[saved.get("kind", "byte")]
-    return cls.load(values, directory) if hasattr(cls, "load") else cls(**values)
+    return KINDS[saved.get("kind", "byte")].load(values, directory)

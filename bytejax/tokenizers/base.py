@@ -51,6 +51,11 @@ class Tokenizer(abc.ABC):
         """
         raise InputError(f"a {type(self).__name__} has no chat template; give the text as a plain prompt")
 
+    @classmethod
+    def load(cls, values: Mapping[str, Any], directory: Path) -> "Tokenizer":
+        """From what `save` returned, and the files it wrote. Raises KeyError or TypeError for what it never wrote."""
+        return cls(**values)
+
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:
         """What `tokenizers.load` needs, as JSON values; further files go into the directory, which exists."""

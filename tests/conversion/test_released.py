@@ -1,6 +1,7 @@
 """Released checkpoints through `load_target`: against transformers, in shards, on a mesh, and in little memory."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,7 +205,8 @@ def measured(tmp_path, unroll, **sizes):
     cases.write_released(tmp_path / "small", config=cases.CONFIG | {"tie_word_embeddings": True})
     synthetic(tmp_path / "large", **sizes)
     program = MEMORY % (str(tmp_path / "small"), str(tmp_path / "large"), unroll)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    usual = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}  # as users compile
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=usual, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return map(int, done.stdout.split())
 
@@ -213,7 +215,7 @@ def measured(tmp_path, unroll, **sizes):
 def test_loading_takes_little_more_memory_than_the_weights(unroll, tmp_path):
     before, peak, size = measured(tmp_path, unroll, layers=12, width=1024, ffn=3072, vocab=4000, shards=4)
     assert size > 250e6
-    assert peak - before < 1.15 * size + 130e6  # the allowance is for programs compiled for these shapes
+    assert peak - before < 1.15 * size + 80e6  # the allowance is for programs compiled for these shapes
 
 
 @pytest.mark.slow
