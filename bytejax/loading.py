@@ -28,6 +28,7 @@ from bytejax.drafters.medusa import Medusa
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
+from bytejax.models.transformer import Transformer
 from bytejax.parameters import Params, Table
 
 DEMO = Path(__file__).parent / "demo"
@@ -213,7 +214,7 @@ def save_head(directory: Path | str, config: heads.HeadConfig, params: Params, d
 
 def save_lora(
     directory: Path | str,
-    target: llama.Llama,
+    target: Transformer,
     adapters: Params,
     head: tuple[heads.HeadConfig, Params] | str,
     dtype=jnp.bfloat16,
@@ -269,20 +270,20 @@ def load_adapters(directory: Path | str, target: Target) -> Params | None:
     saved = _read_config(directory, "bytejax-drafter").get("lora")
     if saved is None:
         return None
-    if not isinstance(target, llama.Llama):
-        raise InputError(f"{directory}: its LoRA adapters belong to a Llama, not to {type(target).__name__}")
+    if not isinstance(target, Transformer):
+        raise InputError(f"{directory}: its LoRA adapters belong to attention layers, not to {type(target).__name__}")
     try:
         config, digest = lora.LoraConfig(saved["layers"], saved["rank"]), saved["target"]
     except (KeyError, TypeError) as e:
         raise InputError(f"{directory / 'config.json'} does not describe its LoRA adapters ({e})") from None
     with input_errors_of(str(directory)):
-        table = lora.table(config, target.config)
+        table = lora.table(config, target)
     if digest != fingerprint(target):
         raise InputError(f"{directory}: its LoRA adapters were trained on another target than this one")
     return parameters.load(directory / ADAPTERS, table, DTYPES[_dtype_name(target)])
 
 
-def fingerprint(target: llama.Llama) -> str:
+def fingerprint(target: Transformer) -> str:
     """Tells targets apart, however they are held: a hash of embeddings, last layer and final norm in bfloat16."""
     digest, p = hashlib.sha256(), target.params
     last = target.layer(target.config.layers - 1)

@@ -24,7 +24,6 @@ from bytejax.conversion import pickles
 from bytejax.errors import InputError
 from bytejax.models import lora
 from bytejax.models.base import Target
-from bytejax.models.llama import Llama
 from bytejax.parameters import Params, flatten
 
 LEAVES, SCOPE = "mt_head._categorical_log_probs_heads.0.head.proj", "circuit._circuit._nodes.0._scope_idx"
@@ -147,8 +146,6 @@ def _state(path: Path) -> dict[str, np.ndarray]:
 
 def check_target(released: ReleasedDrafter, target: Target, where: str) -> None:
     """Raises InputError where a drafter's sizes or adapted layers are not those of its target."""
-    if not isinstance(target, Llama) and released.lora_layers:
-        raise InputError(f"{where} has adapters; those of a {type(target).__name__} cannot be decoded with yet")
     if released.head.width != target.width or released.head.vocab < target.vocab:
         raise InputError(
             f"{where} has a head of width {released.head.width} over {released.head.vocab} ids, the target has "
@@ -160,7 +157,7 @@ def check_target(released: ReleasedDrafter, target: Target, where: str) -> None:
             raise InputError(f"{where} adapts layers up to {last}, counted from 0; the target has {layers}")
         rank = released.adapters["q"]["a"].shape[-1]
         config = lora.LoraConfig(len(released.lora_layers), rank)
-        shapes = {name: p.full_shape for name, p in flatten(lora.table(config, target.config)).items()}
+        shapes = {name: p.full_shape for name, p in flatten(lora.table(config, target)).items()}
         for name, x in flatten(released.adapters).items():
             if x.shape != shapes[name]:
                 raise InputError(f"{where}: adapter {name} has shape {x.shape}, the target needs {shapes[name]}")

@@ -16,8 +16,8 @@ from bytejax.circuits import head as heads
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.errors import InputError
 from bytejax.models.base import Block, Extended, Target, newest
-from bytejax.models.llama import Llama
 from bytejax.models.lora import Adapter
+from bytejax.models.transformer import Transformer
 from bytejax.parameters import Params
 
 FIRST, LATER = 0, 1  # which drafts a key is for
@@ -71,8 +71,11 @@ class CircuitDrafter(Drafter):
                 f"the head takes features of width {self.config.width}, the target has {target.width}: it belongs to "
                 "another target; a head for this one has to be trained, drafter 'none' needs none"
             )
-        if self.adapter is not None and not (isinstance(target, Llama) and isinstance(target.params["layers"], tuple)):
-            raise InputError("a LoRA drafter needs a Llama whose layers are unrolled: load_target(..., unroll=True)")
+        if self.adapter is not None:
+            if not isinstance(target, Transformer):
+                raise InputError(f"a LoRA drafter adapts attention layers, which a {type(target).__name__} has not")
+            if not isinstance(target.params["layers"], tuple):
+                raise InputError("a LoRA drafter needs the target's layers unrolled: load_target(..., unroll=True)")
         if self.config.vocab < target.vocab:
             raise InputError(f"the head knows {self.config.vocab} ids, fewer than the target's {target.vocab}")
 

@@ -20,7 +20,7 @@ from flax import struct
 from bytejax import parameters
 from bytejax.checkpoints import SafetensorsFile
 from bytejax.errors import InputError
-from bytejax.models import llama
+from bytejax.models import llama, transformer
 from bytejax.models.base import Block, newest
 from bytejax.parameters import Param, Table
 
@@ -194,13 +194,13 @@ def _unpack(words: np.ndarray) -> np.ndarray:
     return (words[:, :, None] >> shifts & SYMBOLS - 1).reshape(len(words), -1)[:, :WINDOW]
 
 
-class Cache(llama.Cache):
+class Cache(transformer.Cache):
     """history: [B, 16] int32, the window of each row's last committed position, or zeros before the first."""
 
     history: jax.Array
 
 
-class Pending(llama.Pending):
+class Pending(transformer.Pending):
     """windows: [B, N, 16] int32, of every row of the block."""
 
     windows: jax.Array

@@ -19,9 +19,10 @@ from flax import struct
 from bytejax import parameters
 from bytejax.errors import InputError
 from bytejax.models import layers as L  # noqa: N812
+from bytejax.models import transformer
 from bytejax.models.base import Block, Extended
 from bytejax.models.causal import causal_attention
-from bytejax.models.layouts import Layered
+from bytejax.models.transformer import Pending, Transformer
 from bytejax.parameters import Param, Table
 
 TRAINING_BLOCK = 256  # queries at a time in a whole sequence of one window
@@ -115,40 +116,22 @@ def table(c: Config) -> Table:
     }
 
 
-class Cache(struct.PyTreeNode):
+class Cache(transformer.Cache):
     """What the committed positions leave behind, in S slots per row.
 
     Slot m < M holds the summary of chunk m, once its window is complete; a position of the current window lies in slot
-    M + (position mod window), and a block in the slots after it. The rest, leftovers included, no mask lets through.
+    M + (position mod window), and a block in the slots after it. Rows may be in different phases of different windows.
 
-    k: [layers, (K*B,) H, S], v: [layers, (K*B,) S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
-        axis where the target's layers are unrolled.
-    lengths: [B] int32; rows may be in different phases of different windows.
     summaries: M.
     """
 
-    k: Any
-    v: Any
-    lengths: jax.Array
     summaries: int = struct.field(pytree_node=False)
 
 
-class Pending(struct.PyTreeNode):
-    """The cache's slots with the block's rows written after the current window's, row i in the i-th slot after them.
-
-    As in `models.llama`, a position's key lies in the same column whatever row of a chain it came from.
-    """
-
-    k: Any
-    v: Any
-    chain: bool = struct.field(pytree_node=False)
-
-
-class EvaByte(Layered):
+class EvaByte(Transformer):
     """EvaByte as a target: prediction head 0 is the model's law; the others are for drafters (`all_logits`).
 
     params: as `table(config)` says; `params["layers"]` stacked, or a tuple (unrolled).
-    No method takes an adapter; one that is not None raises InputError.
     """
 
     def layer_table(self) -> Table:
@@ -156,27 +139,24 @@ class EvaByte(Layered):
 
     def init_cache(self, batch: int, capacity: int, block_width: int, adapter=None) -> Cache:
         """Slots for the summaries of every window that `capacity` positions and one block can complete."""
-        _refuse(adapter)
         c = self.config
         summaries = (capacity + block_width) // c.window * c.chunks
         slots = summaries + min(c.window, capacity + block_width) + block_width
         front = L.kv_front(c.heads, batch)
-        k, v = self._empty_slots((*front, c.head_dim, slots)), self._empty_slots((*front, slots, c.head_dim))
-        return Cache(k, v, jnp.zeros((batch,), jnp.int32), summaries)
+        k, v = (*front, c.head_dim, slots), (*front, slots, c.head_dim)
+        return Cache(*self._empty(k, v, adapter), jnp.zeros((batch,), jnp.int32), summaries)
 
     def room(self, cache: Cache) -> jax.Array:
         """Up to the end of the current window: the next one sees this one's summaries, which do not exist before."""
         return self.config.window - cache.lengths % self.config.window
 
     def prefill(self, ids, lengths, cache, adapter=None):
-        _refuse(adapter)
         c, t = self.config, ids.shape[1]
         lengths = lengths.astype(jnp.int32)
         begin = (lengths // c.window * c.window)[:, None]
         current = jnp.minimum(begin + jnp.arange(min(t, c.window)), t - 1)[..., None, None]
 
-        def step(x, p, k_slots, v_slots):
-            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+        def attend(p, q, k, v, k_slots, v_slots):
             rows = [jnp.take_along_axis(a, current, axis=1) for a in (k, v)]
             complete = t // c.window * c.window
             sums = summarise(p, c.chunk, k[:, :complete], v[:, :complete])
@@ -187,50 +167,41 @@ class EvaByte(Layered):
             causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
             short = t <= c.window
             mixed = L.attend_in_chunks(q, *L.kv_layout(k, v), causal) if short else _windows(c, q, k, v, *sums)
-            return self._after_attention(p, x, mixed), (k_slots, v_slots)
+            return mixed, (k_slots, v_slots)
 
-        x, (k, v) = self._run(step, self.embed(ids), cache.k, cache.v)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return Extended(self._norm(last, self.params["final_norm"]), {}, None), Cache(k, v, lengths, cache.summaries)
+        streams, slots = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter)
+        last = [jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1) for x in streams]
+        return self._extended(last, None), Cache(*slots, lengths, cache.summaries)
 
     def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
         """Rows at depths from `room` on are computed as if the window went on: no real position is like that."""
-        _refuse(adapter)
         c, m = self.config, cache.summaries
-        x = self.embed(block.ids)
-        if block.embeds is not None:
-            x = jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
-        inside, slots = cache.lengths % c.window, jax.tree.leaves(cache.v)[0].shape[-2]
-        window = L.block_mask(slots - m, inside, block)
+        inside = cache.lengths % c.window
+        window = L.block_mask(cache.slots - m, inside, block)
         earlier = jnp.arange(m) < (cache.lengths // c.window * c.chunks)[:, None, None]
         mask = jnp.concatenate([jnp.broadcast_to(earlier, (*window.shape[:2], m)), window], axis=-1)
-        positions = cache.lengths[:, None] + block.depths()
 
-        def step(x, p, k_slots, v_slots):
-            q, k, v = self._qkv(p, x, positions)
+        def attend(p, q, k, v, k_slots, v_slots):
             k, v = L.kv_layout(k, v)
             k_slots = L.write_rows(k_slots, k, m + inside, axis=-1)
             v_slots = L.write_rows(v_slots, v, m + inside, axis=-2)
-            return self._after_attention(p, x, L.attend(q, k_slots, v_slots, mask)), (k_slots, v_slots)
+            return L.attend(q, k_slots, v_slots, mask), (k_slots, v_slots)
 
-        x, (k, v) = self._run(step, x, cache.k, cache.v)
-        return Extended(self._norm(x, self.params["final_norm"]), {}, Pending(k, v, block.is_chain))
+        positions = cache.lengths[:, None] + block.depths()
+        streams, slots = self._run(self._block_inputs(block, cache), positions, attend, cache, adapter)
+        return self._extended(streams, Pending(*slots, chain=block.is_chain))
 
     def commit(self, cache: Cache, pending: Pending, path, accepted) -> Cache:
         """A window that `accepted` rows make complete is summarised at once; accepted is at most `room`."""
         c, m = self.config, cache.summaries
         lengths = cache.lengths + accepted.astype(jnp.int32)
-        k, v = pending.k, pending.v
-        if not pending.chain:
-            k, v = L.keep_path(k, v, m + cache.lengths % c.window, path)
-        if m == 0:
-            return Cache(k, v, lengths, m)
-        complete = (accepted > 0) & (lengths % c.window == 0)
-        k, v = self._fold(k, v, m, lengths, complete)
-        return Cache(k, v, lengths, m)
-
-    def embed(self, ids):
-        return jnp.take(self.params["embedding"], ids, axis=0)
+        k, v, draft_k, draft_v = pending.kept(m + cache.lengths % c.window, path)
+        if m > 0:
+            complete = (accepted > 0) & (lengths % c.window == 0)
+            k, v = self._fold(k, v, m, lengths, complete)
+            if draft_k:
+                draft_k, draft_v = self._fold(draft_k, draft_v, m, lengths, complete)
+        return Cache(k, v, draft_k, draft_v, lengths, m)
 
     def unembed(self, hidden):
         return L.dense(hidden, self.params["heads"][: self.config.vocab], transposed=True, dtype=jnp.float32)
@@ -244,33 +215,25 @@ class EvaByte(Layered):
         return logits.reshape(*hidden.shape[:-1], self.config.pred_heads, self.config.vocab)
 
     def states(self, ids, adapter=None):
-        _refuse(adapter)
-        return self._norm(self.residual(ids), self.params["final_norm"])
+        return self._norm(self.residual(ids, adapter), self.params["final_norm"])
 
-    def residual(self, ids):
+    def residual(self, ids, adapter=None):
         """The residual stream after the last layer, before the final norm. ids [B, T] int32 -> [B, T, D]."""
         c, t = self.config, ids.shape[1]
         earlier = (t - 1) // c.window * c.window
 
-        def step(x, p):
-            q, k, v = self._qkv(p, x, jnp.arange(t)[None])
+        def attend(p, q, k, v):
             if earlier == 0:
-                mixed = causal_attention(q, k, v, TRAINING_BLOCK)
-            else:
-                mixed = _windows(c, q, k, v, *summarise(p, c.chunk, k[:, :earlier], v[:, :earlier]))
-            return self._after_attention(p, x, mixed), None
+                return causal_attention(q, k, v, TRAINING_BLOCK)
+            return _windows(c, q, k, v, *summarise(p, c.chunk, k[:, :earlier], v[:, :earlier]))
 
-        return L.run_layers(self.params["layers"], step, self.embed(ids))[0]
-
-    def _run(self, step, x, k, v):
-        """All layers, each with its slots. -> last states, (k slots, v slots)."""
-        x, slots = L.run_layers(self.params["layers"], step, x, k, v)
-        return x, tuple(zip(*slots, strict=True)) if isinstance(self.params["layers"], tuple) else slots
+        return self._run_whole(self._inputs(ids), jnp.arange(t)[None], attend, adapter)
 
     def _fold(self, k, v, m, lengths, complete):
         """Puts the summaries of the windows that are `complete` [B] after those of the windows before them.
 
-        What is chosen between is a window's worth of summaries, not the slots: XLA would copy these in every cycle.
+        k, v: slots of all layers, or of the last ones, which are the draft stream's. What is chosen between is a
+        window's worth of summaries, not the slots: XLA would copy these in every cycle.
         """
         c, b = self.config, len(lengths)
         start = jnp.clip((lengths // c.window - 1) * c.chunks, 0, m - c.chunks)
@@ -284,9 +247,10 @@ class EvaByte(Layered):
             chosen = jnp.tile(complete, c.heads).reshape(-1, 1, 1) if k.ndim == 3 else complete[0]
             return tuple(jnp.where(chosen, x, old) for x, old in zip(new, there(k, v), strict=True))
 
+        features = self._features()[-len(k) :] if isinstance(k, tuple) else self._features()
         rows = jax.lax.cond(
             complete.any(),
-            lambda k, v: L.over_layers(summaries, k, v, self._features()),
+            lambda k, v: L.over_layers(summaries, k, v, features),
             lambda k, v: L.over_layers(there, k, v),
             k,
             v,
@@ -299,23 +263,19 @@ class EvaByte(Layered):
         layers = self.params["layers"]
         return tuple(map(pick, layers)) if isinstance(layers, tuple) else pick(layers)
 
-    def _qkv(self, p, x, positions):
-        """q, k, v [B, T, K, H]."""
+    def _qkv(self, p, x, positions, adapters=None, first=0):
         c, (b, t, _) = self.config, x.shape
         h = self._norm(x, p["attention_norm"])
         if "qkv" in p:
-            q, k, v = jnp.split(L.dense(h, p["qkv"]).reshape(b, t, -1, c.head_dim), 3, axis=2)
+            rows = L.dense_with(h, p["qkv"], adapters and adapters["qkv"], first)
+            q, k, v = jnp.split(rows.reshape(b, t, -1, c.head_dim), 3, axis=2)
         else:
             q, k, v = (L.dense(h, p[name]).reshape(b, t, -1, c.head_dim) for name in ("q", "k", "v"))
         places = positions if c.rope_scale == 1 else positions / c.rope_scale
         return L.rotary(q, places, c.rope_theta), L.rotary(k, places, c.rope_theta), v
 
-    def _after_attention(self, p, x, mixed):
-        x = x + L.dense(mixed, p["o"])
-        return x + L.swiglu(p, self._norm(x, p["mlp_norm"]))
-
-    def _norm(self, x, weight):
-        scale = weight.astype(jnp.float32) + 1 if self.config.unit_offset else weight
+    def _norm(self, x, scale):
+        scale = scale.astype(jnp.float32) + 1 if self.config.unit_offset else scale
         return L.rms_norm(x, scale, self.config.norm_eps)
 
 
@@ -361,11 +321,6 @@ def _windows(c: Config, q, k, v, k_sums, v_sums):
 
     starts = jnp.arange(0, q.shape[1], step)
     return jax.lax.map(jax.checkpoint(one), starts).transpose(1, 0, 2, 3).reshape(b, q.shape[1], -1)[:, :t]
-
-
-def _refuse(adapter) -> None:
-    if adapter is not None:
-        raise InputError("EvaByte has no draft stream: LoRA drafters need a Llama")
 
 
 def create(config: Config, key: jax.Array, tokenizer, dtype=jnp.float32) -> EvaByte:

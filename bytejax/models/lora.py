@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the last layers of a Llama: the draft stream of a circuit head (MtPC).
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the last layers of a target: the draft stream of a circuit head (MtPC).
 
 The target's own stream passes through the same layers without them. Both streams share the layers below.
 
@@ -15,7 +15,7 @@ from flax import struct
 from bytejax import parameters
 from bytejax.errors import InputError
 from bytejax.models import layers as L  # noqa: N812
-from bytejax.models import llama
+from bytejax.models.layouts import Layered
 from bytejax.parameters import Param, Params, Table
 
 JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -46,11 +46,11 @@ class Adapter(struct.PyTreeNode):
     merged: bool = struct.field(pytree_node=False)
 
 
-def table(config: LoraConfig, model: llama.Config) -> Table:
+def table(config: LoraConfig, target: Layered) -> Table:
     """Declarations: for every linear map "a" [Z, D, R], random, and "b" [Z, R, F], zero: at first nothing changes."""
-    if config.layers > model.layers:
-        raise InputError(f"LoRA on the last {config.layers} layers: the target has {model.layers}")
-    layer = llama.table(model)["layers"]
+    if config.layers > target.config.layers:
+        raise InputError(f"LoRA on the last {config.layers} layers: the target has {target.config.layers}")
+    layer = target.layer_table()
     adapters = {}
     for name in (name for names in JOINED.values() for name in names):
         (d, f), (into, out) = layer[name].shape, layer[name].axes
@@ -60,7 +60,7 @@ def table(config: LoraConfig, model: llama.Config) -> Table:
     return parameters.stacked(adapters, config.layers)
 
 
-def create(params: Params, target: llama.Llama, merged: bool = False) -> Adapter:
+def create(params: Params, target: Layered, merged: bool = False) -> Adapter:
     """The adapters `params` (see `table`) beside `target`, whose last layers they belong to; differentiable in both.
 
     merged: draft layers with kernels of their own, W + a b. They are read beside the target's in every pass, which

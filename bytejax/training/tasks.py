@@ -118,7 +118,7 @@ def _head_task(config: Config) -> Task:
         masks[name] = {} if h.freeze_head else decayed(table)
         if h.lora_layers:
             with input_errors_of(f"heads.{name}.lora_layers"):
-                adapters = {LORA: lora.table(lora.LoraConfig(h.lora_layers, h.lora_rank), target.config)}
+                adapters = {LORA: lora.table(lora.LoraConfig(h.lora_layers, h.lora_rank), target)}
             init[name] = init.get(name, {}) | parameters.init(adapters, key)
             masks[name] |= decayed(adapters)
 

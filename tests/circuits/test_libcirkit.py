@@ -4,24 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from cirkit.backend.torch.queries import IntegrateQuery
+from cirkit.pipeline import PipelineContext
+from cirkit.symbolic.circuit import Circuit as SymbolicCircuit
+from cirkit.symbolic.layers import HadamardLayer, SumLayer
+from cirkit.templates import pgms
+from cirkit.templates.utils import Parameterization, name_to_input_layer_factory, parameterization_to_factory
+from cirkit.utils.scope import Scope
 
 from bytejax.circuits import CP, HMM, Theta
 from tests.circuits.enumeration import all_windows
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("cirkit")
-
-from cirkit.backend.torch.queries import IntegrateQuery  # noqa: E402
-from cirkit.pipeline import PipelineContext  # noqa: E402
-from cirkit.symbolic.circuit import Circuit as SymbolicCircuit  # noqa: E402
-from cirkit.symbolic.layers import HadamardLayer, SumLayer  # noqa: E402
-from cirkit.templates import pgms  # noqa: E402
-from cirkit.templates.utils import (  # noqa: E402
-    Parameterization,
-    name_to_input_layer_factory,
-    parameterization_to_factory,
-)
-from cirkit.utils.scope import Scope  # noqa: E402
 
 VOCAB = 4
 SOFTMAX = Parameterization(activation="softmax", initialization="normal")

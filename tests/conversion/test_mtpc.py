@@ -18,7 +18,7 @@ from bytejax.circuits import head as heads
 from bytejax.cli import convert
 from bytejax.conversion import mtpc
 from bytejax.errors import InputError
-from bytejax.models import llama, lora
+from bytejax.models import evabyte, llama, lora
 from bytejax.tokenizers import ByteTokenizer
 from tests.circuits import reference_cases
 
@@ -155,11 +155,17 @@ def test_files_that_are_none(tmp_path):
         mtpc.read(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
+TARGETS = {
+    "llama": (llama, llama.Config(12, 16, 3, 2, 1, 6, 20, 1e4, 1e-5, False, 128, False, None)),
+    "evabyte": (evabyte, evabyte.Config(12, 16, 3, 4, 20, 16, 4, 2, 1e4, 1.0, 1e-5, True, 128)),
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request, tmp_path_factory):
     """A target whose width and ids are those of the fixtures' heads; and where it is saved."""
-    config = llama.Config(12, 16, 3, 2, 1, 6, 20, 1e4, 1e-5, False, 128, False, None)
-    made = llama.create(config, jax.random.key(0), ByteTokenizer(12, 0, None, (), ()))
+    family, config = TARGETS[request.param]
+    made = family.create(config, jax.random.key(0), ByteTokenizer(12, 0, None, (), ()))
     path = tmp_path_factory.mktemp("target")
     bytejax.save_target(path, made, jnp.float32)
     return path, bytejax.load_target(path)
@@ -167,7 +173,7 @@ def target(tmp_path_factory):
 
 def adapters_of(target, layers, rank=2):
     """Adapters of the last layers under the reference's names."""
-    table, state = lora.table(lora.LoraConfig(layers, rank), target.config), {}
+    table, state = lora.table(lora.LoraConfig(layers, rank), target), {}
     for name, parts in table.items():
         module = "mlp" if name in ("gate", "up", "down") else "self_attn"
         for side, p in zip("AB", (parts["a"], parts["b"])):
@@ -211,7 +217,8 @@ def test_the_command_refuses_what_does_not_belong_together(target, tmp_path, cap
     assert status == 2 and "adapts layers up to 1, counted from 0; the target has 3" in said
     released_directory(tmp_path, layers=(1, 2))
     status, said = run(capsys, tmp_path, tmp_path / "out", "--target", path)
-    assert status == 2 and "adapter q.b has shape (2, 2, 24), the target needs (2, 2, 12)" in said
+    queries = model.layer_table()["q"].shape[1]
+    assert status == 2 and f"adapter q.b has shape (2, 2, 24), the target needs (2, 2, {queries})" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -41,7 +41,7 @@ def make_head(target, name, window=5, rank=3, seed=1, extra_ids=0, scale=60.0, f
 
 def make_adapters(target, layers, rank=3, scale=0.2):
     """Random LoRA parameters for the last layers."""
-    params = parameters.init(lora.table(lora.LoraConfig(layers, rank), target.config), jax.random.key(7))
+    params = parameters.init(lora.table(lora.LoraConfig(layers, rank), target), jax.random.key(7))
     draw = lambda x: scale * jax.random.normal(jax.random.key(x.size), x.shape)
     return jax.tree.map(lambda x: draw(x).astype(target.params["embedding"].dtype), params)
 

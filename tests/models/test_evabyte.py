@@ -359,9 +359,3 @@ def test_random_parameters_have_the_same_shapes(small):
 def test_impossible_numbers_are_refused(small, changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(small.target.config, **changes)
-
-
-def test_adapters_are_refused(small):
-    for call in (lambda t: t.states(jnp.zeros((1, 3), int), object()), lambda t: t.init_cache(1, 9, 1, object())):
-        with pytest.raises(InputError, match="LoRA"):
-            call(small.target)

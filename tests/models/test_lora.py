@@ -8,13 +8,19 @@ import pytest
 from bytejax import InputError, parameters
 from bytejax.models import lora
 from bytejax.models.base import Block
-from tests.models.test_llama import CONFIGS, make, random_ids
+from tests.models import evabyte_cases, test_llama
+from tests.models.test_llama import random_ids
 
-NAMES = tuple(CONFIGS)
+WINDOWS = "w16c4_h8"  # an EvaByte with windows of 16
+NAMES = (*test_llama.CONFIGS, WINDOWS)
+
+
+def make(name, dtype=jnp.float32):
+    return test_llama.make(name, dtype) if name != WINDOWS else evabyte_cases.load(name).target
 
 
 def adapters(target, layers, rank=3, scale=0.3):
-    params = parameters.init(lora.table(lora.LoraConfig(layers, rank), target.config), jax.random.key(7))
+    params = parameters.init(lora.table(lora.LoraConfig(layers, rank), target), jax.random.key(7))
     return jax.tree.map(lambda x: scale * jax.random.normal(jax.random.key(x.size), x.shape), params)
 
 
@@ -40,10 +46,11 @@ def test_states_are_those_of_a_target_with_the_adapters_added_to_its_kernels(nam
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
-    ("name", "layers", "batch", "panels"), [("untied", 1, 3, True), ("one kv head, scaled", 4, 1, False)]
+    ("name", "layers", "batch", "panels"),
+    [("untied", 1, 3, True), ("one kv head, scaled", 4, 1, False), (WINDOWS, 2, 3, False)],
 )
 def test_cached_streams_equal_the_whole_sequence(name, layers, batch, panels, merged):
-    """Ragged prompts, then chains of which every number of rows is kept; both streams after each."""
+    """Ragged prompts, then chains of which every number of rows is kept, borders crossed; both streams after each."""
     target, width, total = unrolled(name, panels), 4, 60
     adapter = lora.create(adapters(target, layers), target, merged)
     ids = random_ids(target, batch, total)
@@ -56,9 +63,10 @@ def test_cached_streams_equal_the_whole_sequence(name, layers, batch, panels, me
     np.testing.assert_allclose(prefilled.taps["draft"][:, 0], want_draft[rows, lengths - 1], atol=2e-4)
     extend = jax.jit(lambda t, b, c, a: t.extend(b, c, a))
     path = jnp.broadcast_to(jnp.arange(width), (batch, width))
-    for cycle in range(7):
+    for cycle in range(10):
         positions = cache.lengths[:, None] + jnp.arange(width)
-        keep = (rows + cycle) % (width + 1)
+        room = width if target.room(cache) is None else target.room(cache)
+        keep = jnp.minimum((rows + cycle) % (width + 1), room)
         good = jnp.arange(width) < jnp.maximum(keep, 1)[:, None]
         block = Block.chain(jnp.where(good, jnp.take_along_axis(ids, positions, 1), 0))
         extended = extend(target, block, cache, adapter)
@@ -67,11 +75,12 @@ def test_cached_streams_equal_the_whole_sequence(name, layers, batch, panels, me
         cache = target.commit(cache, extended.pending, path, keep)
 
 
-def test_a_tree_moves_the_draft_streams_rows_too():
-    target = make("untied").unrolled()
+@pytest.mark.parametrize("name", ["untied", WINDOWS])
+def test_a_tree_moves_the_draft_streams_rows_too(name):
+    target = make(name).unrolled()
     adapter = lora.create(adapters(target, 2), target)
     ids = random_ids(target, 2, 30)
-    _, cache = target.prefill(ids[:, :9], jnp.asarray([9, 6]), target.init_cache(2, 40, 4, adapter), adapter)
+    _, cache = target.prefill(ids[:, :13], jnp.asarray([13, 6]), target.init_cache(2, 40, 4, adapter), adapter)
     start, parents = cache.lengths, jnp.asarray([[0, 0, 0, 2]] * 2)
     place = jnp.asarray([0, 1, 1, 2])  # rows 2 and 3 follow the text, row 1 does not
     tree_ids = jnp.take_along_axis(ids, start[:, None] + place, 1).at[:, 1].add(1) % target.vocab
@@ -102,7 +111,7 @@ def test_bfloat16_stays_bfloat16_under_float32_adapters(merged):
 
 def test_untrained_adapters_change_nothing():
     target = make("qk norm, tied").unrolled()
-    params = parameters.init(lora.table(lora.LoraConfig(2, 4), target.config), jax.random.key(0))
+    params = parameters.init(lora.table(lora.LoraConfig(2, 4), target), jax.random.key(0))
     ids = random_ids(target, 1, 20)
     np.testing.assert_array_equal(target.states(ids, lora.create(params, target)), target.states(ids))
 
@@ -110,7 +119,7 @@ def test_untrained_adapters_change_nothing():
 def test_what_cannot_be_adapted():
     target = make("qk norm, tied")
     with pytest.raises(InputError, match="last 3 layers: the target has 2"):
-        lora.table(lora.LoraConfig(3, 4), target.config)
+        lora.table(lora.LoraConfig(3, 4), target)
     with pytest.raises(InputError, match="rank"):
         lora.LoraConfig(1, 0)
     with pytest.raises(InputError, match="unroll=True"):

@@ -1,0 +1,165 @@
+"""Stacks of attention layers that one stream passes, or two: the target's own and a drafter's (`models.lora`).
+
+Letters: B batch, T time, N block rows, S cache slots, D model width, K kv heads, G heads per kv head, H head size.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from bytejax.errors import InputError
+from bytejax.models import layers as L  # noqa: N812
+from bytejax.models.base import Block, Extended
+from bytejax.models.layouts import Layered
+from bytejax.models.lora import Adapter
+
+Slots = tuple[Any, Any, Any, Any]  # k, v, draft_k, draft_v, as in `Cache`
+
+
+class Cache(struct.PyTreeNode):
+    """Keys and values of the committed positions; which position has which slot is the target's affair.
+
+    k: [layers, (K*B,) H, S], v: [layers, (K*B,) S, H] (see `layers.kv_layout`), or tuples of arrays without the leading
+        axis where the target's layers are unrolled. Unused slots hold leftovers that no mask lets through.
+    draft_k, draft_v: tuples of the same arrays for the draft stream's own layers, empty without one.
+    lengths: [B] int32.
+    """
+
+    k: Any
+    v: Any
+    draft_k: Any
+    draft_v: Any
+    lengths: jax.Array
+
+    @property
+    def slots(self) -> int:
+        return jax.tree.leaves(self.v)[0].shape[-2]
+
+
+class Pending(struct.PyTreeNode):
+    """The cache's slots with the block's rows written after the committed ones, row i in the i-th slot after them.
+
+    They are written before attention, not after acceptance, so that a position's key lies in the same column whatever
+    row of a chain it came from: sums then run in the same order, and a chain equals autoregression bit for bit.
+    """
+
+    k: Any
+    v: Any
+    draft_k: Any
+    draft_v: Any
+    chain: bool = struct.field(pytree_node=False)
+
+    def kept(self, starts: jax.Array, path: jax.Array) -> Slots:
+        """The slots with the rows of `path` [B, N] at the block's front, which is at `starts` [B]."""
+        if self.chain:
+            return self.k, self.v, self.draft_k, self.draft_v
+        draft = (self.draft_k, self.draft_v)
+        moved = L.keep_path(*draft, starts, path) if self.draft_k else draft
+        return *L.keep_path(self.k, self.v, starts, path), *moved
+
+
+class Transformer(Layered):
+    """A target of attention layers with a feed-forward part each."""
+
+    @abc.abstractmethod
+    def _qkv(self, p: dict, x: jax.Array, positions: jax.Array, adapters: dict | None, first: int) -> tuple:
+        """Of one layer: q [B, T, K*G, H]; k, v [B, T, K, H]. adapters, first: see `layers.dense_with`."""
+
+    @abc.abstractmethod
+    def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """The norm before every part of a layer and after the last one."""
+
+    def embed(self, ids):
+        return jnp.take(self.params["embedding"], ids, axis=0)
+
+    def _inputs(self, ids: jax.Array, block: Block | None = None, cache: Any = None) -> jax.Array:
+        """What the first layer reads: of texts from their start, or of a block's ids after those of the cache."""
+        return self.embed(ids)
+
+    def _block_inputs(self, block: Block, cache: Any) -> jax.Array:
+        x = self._inputs(block.ids, block, cache)
+        if block.embeds is None:
+            return x
+        return jnp.where(block.embeds_mask[..., None], block.embeds.astype(x.dtype), x)
+
+    def _after_attention(self, p, x, mixed, adapters=None, first=0):
+        x = x + L.dense_with(mixed, p["o"], adapters and adapters["o"], first)
+        return x + L.swiglu(p, self._norm(x, p["mlp_norm"]), adapters, first)
+
+    def _empty(self, k: tuple[int, ...], v: tuple[int, ...], adapter: Adapter | None) -> Slots:
+        """Slots of zeros, given the shapes of one layer's."""
+        drafting, dtype = 0 if adapter is None else len(adapter.layers), self.params["embedding"].dtype
+        each = lambda shape: tuple(jnp.zeros(shape, dtype) for _ in range(drafting))
+        return self._empty_slots(k), self._empty_slots(v), each(k), each(v)
+
+    def _split(self, adapter: Adapter | None) -> tuple[Any, tuple]:
+        """The layers that both streams pass, and those that each passes in its own way, with the adapter's."""
+        layers = self.params["layers"]
+        if adapter is None:
+            return layers, ()
+        if not isinstance(layers, tuple):
+            raise InputError("an adapter needs the target's layers unrolled: load_target(..., unroll=True)")
+        shared = len(layers) - len(adapter.layers)
+        return layers[:shared], tuple(zip(layers[shared:], adapter.layers, strict=True))
+
+    def _run_whole(self, x: jax.Array, positions: jax.Array, attend: Callable, adapter: Adapter | None) -> jax.Array:
+        """All layers over whole sequences: the residual stream [B, T, D], of the draft stream with an adapter.
+
+        attend: (layer's parameters, q, k, v) -> [B, T, K*G*H].
+        """
+
+        def step(x, p, adapters=None):
+            mixed = attend(p, *self._qkv(p, x, positions, adapters, 0))
+            return self._after_attention(p, x, mixed, adapters), None
+
+        shared, own = self._split(adapter)
+        x, _ = L.run_layers(shared, step, x)
+        for p, adapters in own:
+            x, _ = step(x, adapters) if adapter.merged else step(x, p, adapters)
+        return x
+
+    def _run(
+        self, x: jax.Array, positions: jax.Array, attend: Callable, cache: Cache, adapter: Adapter | None
+    ) -> tuple[list[jax.Array], Slots]:
+        """All layers over new positions [B or 1, T] of x [B, T, D].
+
+        attend: (layer's parameters, q, k, v, k slots, v slots) -> (mixed, (k slots, v slots)), for one stream.
+        -> the streams' last states, the target's and, with an adapter, the draft's; the cache's slots.
+        """
+        b = x.shape[0]
+        shared, own = self._split(adapter)
+
+        def step(x, p, *slots, adapters=None):
+            """One layer; x holds one stream or, on the batch axis, two, each with its own two slots."""
+            streams = len(slots) // 2
+            places = positions if len(positions) == 1 else jnp.tile(positions, (streams, 1))
+            parts = zip(*(jnp.split(rows, streams) for rows in self._qkv(p, x, places, adapters, b)), strict=True)
+            done = [attend(p, *part, *slots[2 * i : 2 * i + 2]) for i, part in enumerate(parts)]
+            mixed = jnp.concatenate([m for m, _ in done]) if streams > 1 else done[0][0]
+            return self._after_attention(p, x, mixed, adapters, b), sum((s for _, s in done), ())
+
+        if not own:
+            x, slots = L.run_layers(shared, step, x, cache.k, cache.v)
+            return [x], (*(zip(*slots, strict=True) if isinstance(shared, tuple) else slots), (), ())
+        n = len(shared)
+        x, below = L.run_layers(shared, step, x, cache.k[:n], cache.v[:n])
+        draft, upper = x, []
+        for (p, a), *slots in zip(own, cache.k[n:], cache.v[n:], cache.draft_k, cache.draft_v, strict=True):
+            if adapter.merged:
+                x, mine = step(x, p, *slots[:2])
+                draft, its = step(draft, a, *slots[2:])
+                upper.append(mine + its)
+            else:
+                both, new = step(jnp.concatenate([x, draft]), p, *slots, adapters=a)
+                x, draft = jnp.split(both, 2)
+                upper.append(new)
+        k, v, draft_k, draft_v = zip(*upper, strict=True)
+        return [x, draft], (tuple(s[0] for s in below) + k, tuple(s[1] for s in below) + v, draft_k, draft_v)
+
+    def _extended(self, streams: Sequence[jax.Array], pending: Any) -> Extended:
+        hidden, *draft = (self._norm(x, self.params["final_norm"]) for x in streams)
+        return Extended(hidden, {"draft": draft[0]} if draft else {}, pending)
