@@ -85,8 +85,12 @@ class Constant(Drafter):
     def drafts_first(self):
         return True
 
-    def init(self, target, prefilled, ids, lengths):
-        return jnp.zeros((len(ids), self.width), jnp.int32)
+    @property
+    def rules(self):
+        return ("block", "token")
+
+    def init(self, target, prompt):
+        return jnp.zeros((len(prompt.ids), self.width), jnp.int32)
 
     def propose(self, state, root, keys, warp):
         block = Block.chain(state if root is None else state.at[:, 0].set(root))
@@ -96,7 +100,7 @@ class Constant(Drafter):
         law = jnp.full((len(state), drafts, self.vocab), -jnp.log(self.vocab), jnp.float32)
         return Draft(block, None if warp.greedy else law)
 
-    def observe(self, state, target, block, extended, path, accepted):
+    def observe(self, state, target, outcome):
         return state
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import bytejax
 from bytejax import loading
 from bytejax.cli import common, measure, render
-from bytejax.decoding.accept import RULES
+from bytejax.decoding.accept import NAMES
 from bytejax.decoding.generate import Result, checked_rule, stream
 from bytejax.decoding.loop import BONUS
 from bytejax.drafters.circuit import GREEDY_RULES
@@ -118,7 +118,6 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
         "prompts": [p.name for p in prompts],
         "prompt_ids": [len(row) for row in rows],
         **options,
-        "accept": options["accept"] if drafter.proposes_chains else "tree",
         "verify": args.verify,
         "batch": args.batch,
         "repeats": args.repeats,
@@ -215,8 +214,8 @@ def _parser() -> common.Parser:
     add("--verify", choices=("on", "off"), default="on", help="off keeps every draft unseen: LOSSY, for measuring")
     add(
         "--accept",
-        choices=tuple(RULES),
-        help="how sampled drafts are judged (default: block; token with --bonus paper)",
+        choices=NAMES,
+        help="how sampled drafts are judged (default: the drafter's best rule; token with --bonus paper)",
     )
     bonus = "the target's extra byte. " + ". ".join(f"{name}: {what}" for name, what in BONUS.items())
     add("--bonus", choices=tuple(BONUS), default="condition", help=f"{bonus}. The default is condition")

@@ -2,8 +2,8 @@
 
 A rule for chains sees drafts d_1..d_M, the law p_i of the target at each of them and after the last, and, where drafts
 were sampled, the law q_i each was sampled from. It keeps the first s drafts and says from which law the next byte
-comes, so that text stays distributed as the target's own. What becomes of that byte is the loop's affair. Trees have
-one rule, `tree`.
+comes, so that text stays distributed as the target's own. What becomes of that byte is the loop's affair. For trees see
+`decoding.trees`.
 
 Letters: B batch, N block rows, M drafts, V vocabulary.
 """
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.decoding.logits import Warp
-from bytejax.models.base import Block
+
+BONUS = 1  # what a draw's key is folded with
 
 
 class Chain(struct.PyTreeNode):
@@ -22,7 +23,7 @@ class Chain(struct.PyTreeNode):
     drafts: [B, M] int32. count: [B] int32, how many of them are drafts; the rest was cut, not rejected.
     log_p: [B, M + 1, V] float32, row i the target's law at draft i given those before, the last row after them all;
         normalised, or in greedy decoding logits with banned ids at -inf.
-    log_q: [B, M, V] float32, or None where drafts were not sampled: each q is then a point mass.
+    log_q: [B, M, V] float32, or None where drafts were not sampled.
     """
 
     drafts: jax.Array
@@ -34,13 +35,15 @@ class Chain(struct.PyTreeNode):
 class Verdict(struct.PyTreeNode):
     """What a rule decides.
 
-    kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised.
+    kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised; or
+        None, where the byte has been chosen already, bonus [B] int32.
     path: [B, N] int32, the block's rows that stay, root first, then anything; None for the first ones of a chain.
     """
 
     kept: jax.Array
-    law: jax.Array
+    law: jax.Array | None
     path: jax.Array | None = None
+    bonus: jax.Array | None = None
 
 
 def greedy(chain: Chain) -> Verdict:
@@ -57,7 +60,7 @@ def token_wise(chain: Chain, keys: jax.Array) -> Verdict:
     """
     if chain.drafts.shape[1] == 0:
         return everything(chain)
-    log_q = _point_masses(chain) if chain.log_q is None else chain.log_q
+    log_q = chain.log_q
     ok = jnp.log(_uniform(chain, keys)) < _of_drafts(chain, chain.log_p[:, :-1]) - _of_drafts(chain, log_q)
     kept = _leading(chain, ok)
     p = row(chain.log_p, kept)
@@ -72,8 +75,8 @@ def block(chain: Chain, keys: jax.Array) -> Verdict:
     h_i = Z_i / (Z_i + 1 - P_i), Z_i the mass of max(P_i p_{i+1} - q_{i+1}, 0), and h_M = P_M. The longest prefix that
     passes stays; the next byte comes from that positive part, after the last draft (or a cut) from p. keys [B].
     """
-    if chain.log_q is None or chain.drafts.shape[1] == 0:
-        return token_wise(chain, keys)  # point masses: the two rules are one
+    if chain.drafts.shape[1] == 0:
+        return everything(chain)
     m = chain.drafts.shape[1]
     steps = jnp.cumsum(_of_drafts(chain, chain.log_p[:, :-1]) - _of_drafts(chain, chain.log_q), axis=1)
     steps = jnp.pad(steps, ((0, 0), (1, 0)))  # log of the products of ratios, without the cap
@@ -89,48 +92,29 @@ def block(chain: Chain, keys: jax.Array) -> Verdict:
     return Verdict(kept, _after(chain, kept, row(chain.log_p, kept), row(excess, jnp.minimum(kept, m - 1))))
 
 
+def match(chain: Chain, noise: jax.Array) -> Verdict:
+    """Keeps the longest prefix that equals the target's own draws, one from each law: "sample and match".
+
+    Valid however the drafts were made, if without knowing the noise [B, M + 1, V] (Gumbel); for drafts that are not
+    sampled as good as any rule. The text is the one that autoregression writes with the same noise.
+    """
+    choices = jnp.argmax(chain.log_p + noise, axis=-1).astype(jnp.int32)
+    kept = _leading(chain, chain.drafts == choices[:, :-1])
+    return Verdict(kept, None, bonus=row(choices, kept))
+
+
 def everything(chain: Chain) -> Verdict:
     """Keeps every draft unseen. Lossy: only for measuring the throughput that no verification could exceed."""
     return Verdict(chain.count, row(chain.log_p, chain.count))
 
 
-def tree(block: Block, laws: jax.Array, warp: Warp, keys: jax.Array) -> Verdict:
-    """Keeps the longest path of drafts that the target itself would have written, choosing once at every row.
-
-    The choice is the arg-max, or where text is sampled a draw from the target's law ("sample and match", Miao et al.,
-    SpecInfer, arXiv 2305.09781, as the lossless rule for drafts that are not sampled): a child that carries it stays,
-    else the choice itself is the next byte. laws [B, N, V], after each row of the block, row 0 the root; keys [B].
-    """
-    b, n, v = laws.shape
-    if warp.greedy:
-        choices = jnp.argmax(laws, -1).astype(jnp.int32)
-    else:
-        noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, 0), (n, v)))(keys)
-        choices = jnp.argmax(laws + noise, -1).astype(jnp.int32)
-    index = jnp.arange(n)
-    hit = block.is_draft & (jnp.take_along_axis(choices, block.parents, axis=1) == block.ids) | (index == 0)
-    if not warp.greedy:
-        # Of siblings with the same id only the first one counts: each has a choice of its own after it, and taking the
-        # one that goes further would favour the drafts.
-        alike = (block.parents[:, :, None] == block.parents[:, None]) & (block.ids[:, :, None] == block.ids[:, None])
-        earlier = (index[:, None] > index) & (index > 0) & block.is_draft[:, None]
-        hit &= ~(alike & earlier).any(-1)
-    ancestors = jnp.broadcast_to(block.ancestors(), (b, n, n))
-    on_path = ~(ancestors & ~hit[:, None]).any(-1)
-    best = jnp.argmax(jnp.where(on_path, block.depths(), -1), axis=1)
-    line = row(ancestors, best)
-    path = jnp.argsort(jnp.where(line, index, n), axis=1).astype(jnp.int32)  # a parent comes before its children
-    bonus = jnp.take_along_axis(choices, best[:, None], axis=1)
-    law = row(laws, best) if warp.greedy else jnp.where(jnp.arange(v) == bonus, 0.0, -jnp.inf)
-    return Verdict(line.sum(-1, dtype=jnp.int32) - 1, law, path)
-
-
-RULES = {"block": block, "token": token_wise}
+RULES = {"block": block, "token": token_wise}  # for chains drawn from known laws
+NAMES = (*RULES, "match", "recursive")
 
 
 def choose(law: jax.Array, warp: Warp, keys: jax.Array) -> jax.Array:
     """The next byte from its law [B, V]: its arg-max in greedy decoding, else a draw. -> [B] int32."""
-    return jnp.argmax(law, -1).astype(jnp.int32) if warp.greedy else sample(law, keys, 1)
+    return jnp.argmax(law, -1).astype(jnp.int32) if warp.greedy else sample(law, keys, BONUS)
 
 
 def sample(log_probs: jax.Array, keys: jax.Array, purpose: int) -> jax.Array:
@@ -138,8 +122,13 @@ def sample(log_probs: jax.Array, keys: jax.Array, purpose: int) -> jax.Array:
 
     An id of probability 0 is never drawn. log_probs [B, V], keys [B] -> [B].
     """
-    noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, purpose), log_probs.shape[1:]))(keys)
-    return jnp.argmax(log_probs + noise, axis=-1).astype(jnp.int32)
+    return jnp.argmax(log_probs + gumbel(keys, purpose, log_probs.shape[1]), axis=-1).astype(jnp.int32)
+
+
+def gumbel(keys: jax.Array, purpose: int, vocab: int) -> jax.Array:
+    """The noise of `sample`. keys [...] -> [..., V]."""
+    draw = lambda key: jax.random.gumbel(jax.random.fold_in(key, purpose), (vocab,))
+    return jax.vmap(draw)(keys.reshape(-1)).reshape(*keys.shape, vocab)
 
 
 def _leading(chain: Chain, ok: jax.Array) -> jax.Array:
@@ -156,10 +145,6 @@ def _after(chain: Chain, kept: jax.Array, p: jax.Array, excess: jax.Array) -> ja
 
 def _uniform(chain: Chain, keys: jax.Array) -> jax.Array:
     return jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 0), chain.drafts.shape[1:]))(keys)
-
-
-def _point_masses(chain: Chain) -> jax.Array:
-    return jnp.where(jnp.arange(chain.log_p.shape[-1]) == chain.drafts[..., None], 0.0, -jnp.inf)
 
 
 def _of_drafts(chain: Chain, rows: jax.Array) -> jax.Array:

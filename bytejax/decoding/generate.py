@@ -209,8 +209,8 @@ def generate(target: Target, prompts: Sequence[str | bytes | Sequence[int]], **o
         within a call draws from the k-th stream.
     banned_ids: ids never generated. ignore_stop: stop ids are never generated either, so that rows run to their limit.
     verify: False keeps every draft unseen. Lossy; for measuring only.
-    accept: how sampled drafts are judged, "block" or "token" (`decoding.accept`); None for the first, and for "token"
-        where the bonus is "paper".
+    accept: how sampled drafts are judged, one of the drafter's `rules` (`decoding.accept`, `decoding.trees`); None for
+        the first of them, and for "token" where the bonus is "paper".
     bonus: what becomes of the byte that the target adds after the kept drafts (`decoding.loop.BONUS`). With "paper"
         samples are not the target's.
 
@@ -259,15 +259,20 @@ def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
     """The acceptance rule's name. Raises InputError for combinations that cannot be."""
     if bonus not in loop.BONUS:
         raise InputError(f"unknown bonus {bonus!r}; known: {', '.join(loop.BONUS)}")
-    if rule is not None and rule not in accept_rules.RULES:
-        raise InputError(f"unknown acceptance rule {rule!r}; known: {', '.join(accept_rules.RULES)}")
+    if rule is not None and rule not in accept_rules.NAMES:
+        raise InputError(f"unknown acceptance rule {rule!r}; known: {', '.join(accept_rules.NAMES)}")
+    if rule is not None and rule not in drafter.rules:
+        raise InputError(
+            f"acceptance rule {rule!r} does not fit this drafter's samples; {' or '.join(drafter.rules)} do"
+        )
     if bonus == "paper" and rule == "block":
         raise InputError(
             "bonus 'paper' is published with token-wise verification; use accept 'token', or bonus 'carry'"
         )
     if bonus != "condition" and not drafter.drafts_first:
         raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")
-    return rule or ("token" if bonus == "paper" else "block")
+    published = bonus == "paper" and "token" in drafter.rules
+    return rule or ("token" if published else drafter.rules[0])
 
 
 def _row_keys(seed: int, rows: list[list[int]]) -> jax.Array:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from bytejax.decoding import accept
+from bytejax.decoding import accept, trees
 from bytejax.decoding.logits import Warp
-from bytejax.drafters.base import Draft, Drafter
-from bytejax.models.base import Block, Extended, Target
+from bytejax.drafters.base import Draft, Drafter, Outcome, Prompt
+from bytejax.models.base import Block, Target
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 DRAFT, VERIFY = 0, 1  # what a cycle's randomness is for
@@ -31,8 +31,8 @@ class Rules(struct.PyTreeNode):
     """What a run obeys, the same for every row.
 
     warp: the target's distribution. stop: [K] int32, ids that end a row (kept as its last id).
-    accept: name of the acceptance rule for samples, see `accept.RULES`. bonus: what becomes of the target's extra byte,
-        see `BONUS`. verify: False accepts every draft unseen (lossy).
+    accept: name of the acceptance rule for samples, one of the drafter's `rules` (see `accept.NAMES`). bonus: what
+        becomes of the target's extra byte, see `BONUS`. verify: False accepts every draft unseen (lossy).
     """
 
     warp: Warp
@@ -93,11 +93,11 @@ def start(
     """
     b, n, adapter = ids.shape[0], drafter.block_width, drafter.target_adapter()
     extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n, adapter), adapter)
-    law = _laws(target, rules, extended)[:, -1]
+    law = _laws(target, rules, extended.hidden)[:, -1]
     zeros = jnp.zeros((b,), jnp.int32)
     state = State(
         cache=cache,
-        draft=drafter.init(target, extended, ids, lengths),
+        draft=drafter.init(target, Prompt(ids, lengths, extended, cache, capacity)),
         root=zeros,
         law=law,
         keys=keys,
@@ -113,7 +113,7 @@ def start(
     )
     if rules.bonus != "condition":
         return state
-    root = accept.choose(law, rules.warp, _fold(_fold(keys, lengths - 1), jnp.full((b,), VERIFY)))
+    root = accept.choose(law, rules.warp, _keys(keys, lengths - 1, VERIFY))
     return state.replace(
         root=root,
         law=None,
@@ -138,30 +138,39 @@ def run(target: Target, drafter: Drafter, rules: Rules, state: State, max_cycles
 
 
 def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
-    """One cycle: draft, one target pass over the block, accept, commit. Ended rows stay as they are."""
+    """One cycle, by the drafter's fallback where it has one and no row's draft is worth more."""
+    narrow = drafter.fallback() if rules.bonus == "condition" else None
+    if narrow is None:
+        return _cycle(target, drafter, rules, state)
+    worth = drafter.worth(state.draft, state.root) & (state.status == RUNNING)
+    narrower = lambda state: cycle(target, narrow, rules, state)
+    return jax.lax.cond(worth.any(), lambda state: _cycle(target, drafter, rules, state), narrower, state)
+
+
+def _cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
+    """Draft, one target pass over the block, accept, commit. Ended rows stay as they are."""
     active, rooted = state.status == RUNNING, rules.bonus == "condition"
-    keys = _fold(state.keys, state.cache.lengths)
-    purpose = lambda p: _fold(keys, jnp.full(active.shape, p))
-    draft = drafter.propose(state.draft, state.root if rooted else None, purpose(DRAFT), rules.warp)
+    keys = lambda purpose: _keys(state.keys, state.cache.lengths, purpose)
+    draft = drafter.propose(state.draft, state.root if rooted else None, keys(DRAFT), rules.warp)
     if (room := target.room(state.cache)) is not None:
         draft = draft.replace(block=draft.block.cut(room))
     block = draft.block
     chex.assert_shape(block.ids, (active.shape[0], drafter.block_width))
     extended = target.extend(block, state.cache, drafter.target_adapter())
-    laws = _laws(target, rules, extended)
-    verdict = _judge(draft, laws, None if rooted else state.law, rules, purpose(VERIFY))
-    bonus = accept.choose(verdict.law, rules.warp, purpose(VERIFY))
+    laws = _laws(target, rules, extended.hidden[:, : block.nodes])
+    verdict = _judge(draft, laws, None if rooted else state.law, rules, state)
+    bonus = accept.choose(verdict.law, rules.warp, keys(VERIFY)) if verdict.bonus is None else verdict.bonus
     stays = (verdict.kept == 0) | (rules.bonus in ("condition", "standard"))  # whether the bonus is emitted
 
-    path = jnp.broadcast_to(jnp.arange(block.width, dtype=jnp.int32), block.ids.shape)
-    ids = block.ids
+    path = jnp.broadcast_to(jnp.arange(laws.shape[1], dtype=jnp.int32), laws.shape[:2])
+    ids = block.ids[:, : block.nodes]
     if verdict.path is not None:
         path, ids = verdict.path, jnp.take_along_axis(ids, verdict.path, axis=1)
     state, kept = _emit(state, rules, ids[:, rooted:], verdict.kept, bonus, stays)
     rows = jnp.where(active, verdict.kept + rooted, 0)
     state = state.replace(
         cache=target.commit(state.cache, extended.pending, path, rows),
-        draft=drafter.observe(state.draft, target, block, extended, path, rows),
+        draft=drafter.observe(state.draft, target, Outcome(draft, extended, laws, path, rows)),
         forwards=state.forwards + active,
         drafted=state.drafted + jnp.where(active, block.is_draft.sum(-1, dtype=jnp.int32), 0),
         accepted=state.accepted + jnp.minimum(verdict.kept, kept),
@@ -170,6 +179,8 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
         return state.replace(root=jnp.where(active, bonus, state.root))
     # What a rejection has ruled out is not drawn again: the next cycle begins with the law the byte was drawn from.
     law = verdict.law
+    if law is None:  # the byte was chosen, and is what the next cycle begins with
+        law = jnp.where(jnp.arange(laws.shape[-1]) == bonus[:, None], 0.0, -jnp.inf)
     if rules.bonus == "paper":
         law = accept.row(jnp.concatenate([state.law[:, None], laws], axis=1), verdict.kept)
     if not rules.warp.greedy:
@@ -178,22 +189,26 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     return _process(target, drafter, rules, state, bonus, stays & (state.status == RUNNING))
 
 
-def _laws(target: Target, rules: Rules, extended: Extended) -> jax.Array:
+def _laws(target: Target, rules: Rules, hidden: jax.Array) -> jax.Array:
     """What the target says after every row: log-probabilities, or logits in greedy decoding. -> [B, N, V] float32."""
-    logits = target.unembed(extended.hidden)
+    logits = target.unembed(hidden)
     return rules.warp.masked(logits) if rules.warp.greedy else rules.warp.log_probs(logits)
 
 
-def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules, keys: jax.Array) -> accept.Verdict:
-    """What stays of a draft. laws [B, N, V]: the target's after each row of the block.
+def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules, state: State) -> accept.Verdict:
+    """What stays of a draft. laws [B, N, V]: the target's after each row of the block that may be emitted.
 
     first [B, V]: the law of the block's first row, if that is a draft.
     """
-    block = draft.block
+    block, warp, chosen = draft.block.front, rules.warp, rules.accept
+    keys, begin = _keys(state.keys, state.cache.lengths, VERIFY), state.cache.lengths - (first is not None)
+    noise = lambda levels: _noise(state.keys, begin, levels, laws.shape[-1])
     if not block.is_chain:
         if first is not None or not rules.verify:
             raise ValueError("trees are judged under bonus 'condition', and always verified")
-        return accept.tree(block, laws, rules.warp, keys)
+        if draft.children is not None and chosen == "recursive" and not warp.greedy:
+            return trees.recursive(block, laws, draft.children, keys, accept.gumbel(keys, accept.BONUS, laws.shape[-1]))
+        return trees.match(block, laws, None if warp.greedy else noise(block.max_levels))
     drafts = block.ids[:, 1:] if first is None else block.ids
     if draft.log_q is not None:
         chex.assert_shape(draft.log_q, (*drafts.shape, laws.shape[-1]))
@@ -201,7 +216,11 @@ def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules,
     chain = accept.Chain(drafts, block.is_draft.sum(-1, dtype=jnp.int32), log_p, draft.log_q)
     if not rules.verify:
         return accept.everything(chain)
-    return accept.greedy(chain) if rules.warp.greedy else accept.RULES[rules.accept](chain, keys)
+    if warp.greedy:
+        return accept.greedy(chain)
+    if chosen == "match" or draft.log_q is None:
+        return accept.match(chain, noise(log_p.shape[1]))
+    return accept.RULES[chosen](chain, keys)
 
 
 def _emit(
@@ -240,11 +259,11 @@ def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus
     def forward(state):
         block = Block.chain(bonus[:, None])
         extended = target.extend(block, state.cache, drafter.target_adapter())
-        path, accepted = jnp.zeros_like(block.ids), rows.astype(jnp.int32)
+        laws, path, accepted = _laws(target, rules, extended.hidden), jnp.zeros_like(block.ids), rows.astype(jnp.int32)
         return state.replace(
             cache=target.commit(state.cache, extended.pending, path, accepted),
-            draft=drafter.observe(state.draft, target, block, extended, path, accepted),
-            law=jnp.where(rows[:, None], _laws(target, rules, extended)[:, 0], state.law),
+            draft=drafter.observe(state.draft, target, Outcome(Draft(block), extended, laws, path, accepted)),
+            law=jnp.where(rows[:, None], laws[:, 0], state.law),
             forwards=state.forwards + rows,
         )
 
@@ -256,5 +275,15 @@ def _write(buffer: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (s,)))(buffer, rows, starts)
 
 
-def _fold(keys: jax.Array, data: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.fold_in)(keys, data)
+def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
+    """Randomness of each row [B] at a position, that of the newest byte it may depend on, for one purpose."""
+    return jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), purpose))(keys, positions)
+
+
+def _noise(keys: jax.Array, begin: jax.Array, levels: int, vocab: int) -> jax.Array:
+    """Gumbel noise of the bytes after positions begin, begin + 1, ..., the same that one byte per pass would draw with.
+
+    keys, begin [B] -> [B, L, V].
+    """
+    at = jax.vmap(_keys, (None, 1, None), 1)(keys, begin[:, None] + jnp.arange(levels), VERIFY)
+    return accept.gumbel(at, accept.BONUS, vocab)

@@ -25,16 +25,63 @@ class Warp(Protocol):
         """The same for the weights of a mixture, where no id is banned. [..., R] -> [..., R]."""
 
 
+class Children(struct.PyTreeNode):
+    """The law from which the children of every node were drawn, without replacement, in the order of their rows.
+
+    ids: [B, N, M] int32, what could be drawn; log_q: [B, N, M] float32, normalised, -inf where there is less to draw.
+    """
+
+    ids: jax.Array
+    log_q: jax.Array
+
+
 class Draft(struct.PyTreeNode):
     """A proposed block.
 
-    log_q: [B, M, V] float32, the distribution each of the M drafts was sampled from given the drafts before it, M = N
-    where the block has no root, else N - 1; None where drafts are not sampled (greedy decoding, or any deterministic
-    drafter).
+    log_q: [B, M, V] float32, the distribution each of the M drafts of a chain was sampled from given the drafts before
+        it, M = N where the block has no root, else N - 1. children: the same for a tree. Both None where drafts are not
+        sampled (greedy decoding, or any deterministic drafter), or from an unknown law.
+    memory: whatever `observe` wants to know of the proposing.
     """
 
     block: Block
     log_q: jax.Array | None = None
+    children: Children | None = None
+    memory: Any = None
+
+
+class Prompt(struct.PyTreeNode):
+    """What a drafter starts from.
+
+    ids: [B, T] int32, padded on the right. lengths: [B] int32. extended: features of the last position. cache: the
+        target's, with the prompts committed. capacity: how many positions a text can have.
+    """
+
+    ids: jax.Array
+    lengths: jax.Array
+    extended: Extended
+    cache: Any
+    capacity: int = struct.field(pytree_node=False)
+
+
+class Outcome(struct.PyTreeNode):
+    """What a pass over a block has shown.
+
+    draft: as it was verified. extended: the features of every row. laws: [B, nodes, V] float32, what the target says
+        after every row that may be emitted: log-probabilities, or logits in greedy decoding.
+    path: [B, N] int32, accepted: [B] int32, as in `Target.commit`.
+    """
+
+    draft: Draft
+    extended: Extended
+    laws: jax.Array
+    path: jax.Array
+    accepted: jax.Array
+
+    @property
+    def ids(self) -> jax.Array:
+        """[B, N] int32: the path's ids, of which the first `accepted` were committed."""
+        return jnp.take_along_axis(self.draft.block.ids, self.path, axis=1)
 
 
 class Drafter(struct.PyTreeNode, abc.ABC):
@@ -54,8 +101,21 @@ class Drafter(struct.PyTreeNode, abc.ABC):
 
     @property
     def proposes_chains(self) -> bool:
-        """Whether its blocks are chains; other trees have an acceptance rule of their own, and are always verified."""
+        """Whether its blocks are chains. Other trees are always verified, and only where blocks have a root."""
         return True
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of the acceptance rules that its samples may be judged by, the default first (`decoding.accept`)."""
+        return ("match",)
+
+    def fallback(self) -> "Drafter | None":
+        """A narrower drafter over the same states, for cycles in which no row's draft is `worth` a block; or None."""
+        return None
+
+    def worth(self, state: Any, root: jax.Array) -> jax.Array:
+        """Whether each row's draft is worth a block, [B] bool; it may depend on what a draft may depend on."""
+        return jnp.ones_like(root, bool)
 
     def target_adapter(self) -> Any:
         """What every pass of the target is given as `adapter`: the draft stream that this drafter reads, or None."""
@@ -65,8 +125,8 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         """Raises InputError where the drafter cannot serve the target."""
 
     @abc.abstractmethod
-    def init(self, target: Target, prefilled: Extended, ids: jax.Array, lengths: jax.Array) -> Any:
-        """State after the prompt. prefilled: features of the last position; ids [B, T] padded, lengths [B]."""
+    def init(self, target: Target, prompt: Prompt) -> Any:
+        """State after the prompt."""
 
     @abc.abstractmethod
     def propose(self, state: Any, root: jax.Array | None, keys: jax.Array, warp: Warp) -> Draft:
@@ -76,13 +136,8 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         """
 
     @abc.abstractmethod
-    def observe(
-        self, state: Any, target: Target, block: Block, extended: Extended, path: jax.Array, accepted: jax.Array
-    ) -> Any:
-        """State after a cycle.
-
-        path [B, N], accepted [B] as in `Target.commit`; every row of the block may be looked at.
-        """
+    def observe(self, state: Any, target: Target, outcome: Outcome) -> Any:
+        """State after a cycle; every row of the block may be looked at."""
 
 
 class Autoregressive(Drafter):
@@ -98,12 +153,12 @@ class Autoregressive(Drafter):
     def block_width(self) -> int:
         return self.width
 
-    def init(self, target, prefilled, ids, lengths):
+    def init(self, target, prompt):
         return ()
 
     def propose(self, state, root, keys, warp):
         ids = jnp.zeros((root.shape[0], self.width), jnp.int32).at[:, 0].set(root)
         return Draft(Block.chain(ids, draft_len=jnp.zeros_like(root)))
 
-    def observe(self, state, target, block, extended, path, accepted):
+    def observe(self, state, target, outcome):
         return state

@@ -82,8 +82,12 @@ class CircuitDrafter(Drafter):
     def target_adapter(self) -> Adapter | None:
         return self.adapter
 
-    def init(self, target, prefilled, ids, lengths):
-        return self._features(prefilled)[:, -1]
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return ("block", "token", "match")
+
+    def init(self, target, prompt):
+        return self._features(prompt.extended)[:, -1]
 
     @property
     def drafts_first(self) -> bool:
@@ -128,5 +132,5 @@ class CircuitDrafter(Drafter):
         block = Block.chain(drafts)
         return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)), log_q)
 
-    def observe(self, state, target, block, extended, path, accepted):
-        return newest(self._features(extended), path, accepted, state)
+    def observe(self, state, target, outcome):
+        return newest(self._features(outcome.extended), outcome.path, outcome.accepted, state)

@@ -28,6 +28,9 @@ class Block(struct.PyTreeNode):
     embeds, embeds_mask: [B, N, D] and [B, N] bool, or None: rows whose input is an embedding instead of an id.
     static_parents: parents where they are the same in every row and known when compiling, else None. Masks and depths
         are then constants, and a chain is committed without moving anything.
+    nodes: how many rows, from the front, may be emitted (the root counts); those after them are probes, which are
+        processed for what their states tell a drafter. None: all.
+    levels: at most so many nodes, the root included, lie on one path. None: as many as there are nodes.
     """
 
     ids: jax.Array
@@ -37,6 +40,8 @@ class Block(struct.PyTreeNode):
     embeds: jax.Array | None = None
     embeds_mask: jax.Array | None = None
     static_parents: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+    nodes: int | None = struct.field(pytree_node=False, default=None)
+    levels: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def chain(cls, ids: jax.Array, draft_len: jax.Array | None = None) -> "Block":
@@ -56,9 +61,46 @@ class Block(struct.PyTreeNode):
             static_parents=parents,
         )
 
+    @classmethod
+    def tree(cls, ids: jax.Array, parents: tuple[int, ...] | jax.Array, nodes: int | None = None, **fields) -> "Block":
+        """Root and drafts in a tree, all of them valid; rows from `nodes` on are probes.
+
+        ids [B, N]; parents: the same for all rows and known when compiling, or an array [B, N]; fields: others.
+        """
+        static = parents if isinstance(parents, tuple) else None
+        row = jnp.arange(ids.shape[1])
+        draft = (row > 0) & (row < (ids.shape[1] if nodes is None else nodes))
+        return cls(
+            ids=ids,
+            parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), ids.shape),
+            valid=jnp.ones(ids.shape, bool),
+            is_draft=jnp.broadcast_to(draft, ids.shape),
+            static_parents=static,
+            nodes=nodes,
+            **fields,
+        )
+
     @property
     def width(self) -> int:
         return self.ids.shape[1]
+
+    @property
+    def front(self) -> "Block":
+        """The rows that may be emitted, as a block of their own."""
+        n = self.width if self.nodes is None else self.nodes
+        cut = lambda x: None if x is None else x[:, :n]
+        fields = ("ids", "parents", "valid", "is_draft", "embeds", "embeds_mask")
+        static = None if self.static_parents is None else self.static_parents[:n]
+        changed = {name: cut(getattr(self, name)) for name in fields}
+        return self.replace(**changed, static_parents=static, nodes=None, levels=self.max_levels)
+
+    @property
+    def max_levels(self) -> int:
+        """At most so many nodes lie on one path."""
+        n = self.width if self.nodes is None else self.nodes
+        if self.static_parents is not None:
+            return int(_static_ancestors(self.static_parents[:n]).sum(-1).max())
+        return n if self.levels is None else self.levels
 
     def cut(self, room: jax.Array) -> "Block":
         """The block without rows at depths from `room` [B] on: they are processed, but count for nothing."""

@@ -26,7 +26,8 @@ BORDERED = "cp bordered"  # a target that cuts blocks
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
 KINDS = (*NAMES, *FED, *LORA)
 ALL = [(name, rule, bonus) for name in KINDS for rule in accept.RULES for bonus in ("condition", "carry", "standard")]
-SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", CERTAIN, TREE, BORDERED)]
+SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", BORDERED)]
+SHORT += [(name, "match", "condition") for name in (CERTAIN, TREE, "cp")] + [(CERTAIN, "match", "carry")]
 SHORT += [("cp", "token", "condition"), ("btree fed", "token", "carry"), ("btree", "block", "standard")]
 SHORT += [("hmm fed 2", "block", "carry"), ("cp lora", "block", "carry")]
 EVERYTHING = [(*case, setting) for case in dict.fromkeys([*ALL, *SHORT]) for setting in SETTINGS]

@@ -70,8 +70,8 @@ class Oracle(Drafter):
     def drafts_first(self):
         return True
 
-    def init(self, target, prefilled, ids, lengths):
-        return jnp.zeros_like(lengths)
+    def init(self, target, prompt):
+        return jnp.zeros_like(prompt.lengths)
 
     def propose(self, state, root, keys, warp):
         offsets = jnp.arange(self.width)
@@ -87,8 +87,8 @@ class Oracle(Drafter):
         block = Block.chain(shifted)
         return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)))
 
-    def observe(self, state, target, block, extended, path, accepted):
-        return state + accepted
+    def observe(self, state, target, outcome):
+        return state + outcome.accepted
 
 
 class Tree(Oracle):

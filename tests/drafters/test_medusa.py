@@ -13,7 +13,7 @@ from bytejax.circuits import head as circuit_heads
 from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters import heads as own_heads
-from bytejax.drafters.medusa import Medusa, nodes
+from bytejax.drafters.medusa import Medusa
 from bytejax.tokenizers import EvaByteTokenizer
 from bytejax.training import tasks
 from tests.decoding import tiny
@@ -32,7 +32,7 @@ def case():
 @pytest.mark.parametrize("name", REFERENCE)
 def test_trees_have_the_references_nodes(name):
     drafter = Medusa.create(name if name != "tree_h4" else FOUR_HEADS)
-    parents, depths, ranks = nodes(drafter.children)
+    parents, depths, ranks = drafter.shape.parents, drafter.shape.depths, drafter.shape.ranks
     paths = []
     for node in range(1, len(parents)):
         path = [node]
@@ -81,7 +81,7 @@ def test_every_cycle_is_the_references_step(name, tree, key):
         for row, s in enumerate(stored):
             if number >= len(s["new_per_step"]):
                 continue
-            columns = min(len(drafter.children) + 1, room[row])
+            columns = min(drafter.shape.levels + 1, room[row])
             within = depths < columns
             if s["tree_tokens"] is not None:
                 assert s["positions_considered"][number] == columns
