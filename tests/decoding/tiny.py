@@ -78,13 +78,12 @@ class Oracle(Drafter):
         noise = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(0), i)))(state)
         right = (noise % self.width).astype(jnp.int32) if self.right is None else jnp.full_like(state, self.right)
         index = jnp.minimum(state[:, None] + offsets, self.truth.shape[1] - 1)
-        drafts = jnp.take_along_axis(self.truth, index, axis=1)
-        wrong = (drafts + 1) % 2  # some other id
-        drafts = jnp.where(offsets <= right[:, None], drafts, jnp.where(wrong == drafts, wrong + 2, wrong))
+        truth = jnp.take_along_axis(self.truth, index, axis=1)
+        good = (offsets <= right[:, None]) & ((right[:, None] > 0) | (root is not None))
+        drafts = jnp.where(good, truth, (truth + 1) % 2)  # some other id
         if root is not None:
             return Draft(Block.chain(drafts.at[:, 0].set(root)))
-        shifted = jnp.where(right[:, None] == 0, jnp.where(wrong == drafts, wrong + 2, wrong), drafts)
-        block = Block.chain(shifted)
+        block = Block.chain(drafts)
         return Draft(block.replace(is_draft=jnp.ones_like(block.is_draft)))
 
     def observe(self, state, target, outcome):
@@ -109,8 +108,7 @@ class Tree(Oracle):
 
     def propose(self, state, root, keys, warp):
         parents = tuple(max(0, i - 1 - i % 3) for i in range(self.width))
-        block = Block.chain(jnp.zeros((len(state), self.width), jnp.int32))
-        block = block.replace(parents=jnp.broadcast_to(jnp.asarray(parents), block.ids.shape), static_parents=parents)
+        block = Block.tree(jnp.zeros((len(state), self.width), jnp.int32), parents)
         index = jnp.minimum(state[:, None] + block.depths(), self.truth.shape[1] - 1)
         right = jnp.take_along_axis(self.truth, index, axis=1)
         bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(jax.random.key(0), i), (self.width,)))(state)
