@@ -24,7 +24,11 @@ from bytejax.conversion.released import open_released
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.lookahead import Lookahead
 from bytejax.drafters.medusa import Medusa
+from bytejax.drafters.ngram import PromptLookup
+from bytejax.drafters.probe import Probe, with_lookup
+from bytejax.drafters.stand import Stand
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
@@ -39,7 +43,14 @@ FAMILIES = {
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
-BUILT_IN = ("none", "evabyte", "heads")  # drafters without files; the names come before directories
+BUILT_IN = ("none", "pld", "esp", "pld+esp", "lade", "stand", "evabyte", "heads")  # names that come before directories
+TRAINING_FREE = {  # how each is made, and whether it has a rule of prompt lookup
+    "pld": (PromptLookup.create, True),
+    "esp": (Probe.create, False),
+    "pld+esp": (with_lookup, True),
+    "lade": (Lookahead.create, False),
+    "stand": (Stand.create, False),
+}
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -160,8 +171,10 @@ class _LayerForm:
 def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
-    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree, see
-    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (option draft_tokens).
+    "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
+    (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for an
+    EvaByte "evabyte", a tree from its prediction heads (option tree, see `drafters.medusa.Medusa.create`), or "heads", the
+    same heads as an FF circuit (option draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
         merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
@@ -170,6 +183,10 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """
     if str(source) == "none":
         drafter = _create(Autoregressive, (), options)
+    elif str(source) in TRAINING_FREE:
+        make, takes_rule = TRAINING_FREE[str(source)]
+        by_unit = {"rule": "bytes" if target.tokenizer.unit == "byte" else "tokens"} if takes_rule else {}
+        drafter = _create(make, (target,) if source == "lade" else (), by_unit | options)
     elif str(source) == "evabyte":
         drafter = _create(Medusa.create, (), options)
     elif str(source) == "heads":
