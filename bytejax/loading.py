@@ -172,9 +172,9 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
     "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
-    (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for an
-    EvaByte "evabyte", a tree from its prediction heads (option tree, see `drafters.medusa.Medusa.create`), or "heads", the
-    same heads as an FF circuit (option draft_tokens).
+    (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for
+    an EvaByte "evabyte", a tree from its prediction heads (option tree, see `drafters.medusa.Medusa.create`), or
+    "heads", the same heads as an FF circuit (option draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
         merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from bytejax.drafters import shapes
-from bytejax.drafters.base import Children, Draft, Drafter
+from bytejax.drafters.base import Children, Draft, Drafter, Warp
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
 from bytejax.errors import InputError
@@ -124,11 +124,7 @@ class Stand(Drafter):
         for depth in range(shape.levels):
             rows = np.flatnonzero(depths == depth)
             known, log_probs = jax.vmap(self._look_up, (None, 1), 1)(state.tables, context[:, rows])
-            order = log_probs
-            if not warp.greedy:
-                noise = lambda key, d=depth, n=len(rows): jax.random.gumbel(jax.random.fold_in(key, d), (n, m))
-                order = order + jax.vmap(noise)(keys)
-            order = jnp.argsort(-order, axis=-1)
+            order = jnp.argsort(-self._perturbed(log_probs, keys, depth, warp), axis=-1)
             known, log_probs = (jnp.take_along_axis(x, order, axis=-1) for x in (known, log_probs))
             laws = Children(laws.ids.at[:, rows].set(known), laws.log_q.at[:, rows].set(log_probs))
             below = np.flatnonzero(depths == depth + 1)
@@ -159,6 +155,13 @@ class Stand(Drafter):
 
         tables, text = jax.lax.fori_loop(0, outcome.accepted.max(), add, (state.tables, text))
         return State(text, tables)
+
+    def _perturbed(self, log_probs: jax.Array, keys: jax.Array, depth: int, warp: Warp) -> jax.Array:
+        """What children are ordered by: in sampling, Gumbel noise makes it a draw without replacement."""
+        if warp.greedy:
+            return log_probs
+        noise = lambda key: jax.random.gumbel(jax.random.fold_in(key, depth), log_probs.shape[1:])
+        return log_probs + jax.vmap(noise)(keys)
 
     def _hashes(self, context: jax.Array) -> jax.Array:
         """Of the newest n ids for every order n, 0 if shorter. context [B, n], newest first -> [B, O]."""
