@@ -1,11 +1,13 @@
 """What commands share: exit statuses, numbers in flags, and a cache of compiled programs between runs."""
 
 import argparse
+import json
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -54,6 +56,17 @@ def number(kind: Callable[[str], float], least: float, most: float = math.inf, a
         return value
 
     return parse
+
+
+def option(text: str) -> tuple[str, Any]:
+    """A drafter's option, KEY=VALUE; a value that is no JSON is a string."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise InputError(f"--option {text!r} is not of the form KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def use_compilation_cache() -> None:

@@ -100,7 +100,7 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     unroll = True if loading.needs_unrolled(source) else None
     target = loading.load_target(args.target, args.dtype, unroll)
     chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = dict(map(common.option, args.option or ())) | {k: v for k, v in chosen.items() if v is not None}
     drafter = loading.load_drafter(source, target, **chosen)
     rows = [_ids(target, prompt, args) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
@@ -110,6 +110,7 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
         "target": args.target,
         "drafter": source,
         "draft_tokens": drafter.block_width - 1,
+        "options": chosen,
         "greedy_rule": getattr(drafter, "greedy_rule", None),
         "dtype": args.dtype,
         "unit": target.tokenizer.unit,
@@ -194,7 +195,9 @@ def _parser() -> common.Parser:
     sources = '"demo", a directory of ours or a released one, a .gguf file, or a hub id'
     add("--target", default="demo", help=f"{sources} (default: demo)")
     default = f"{loading.DEFAULT_DRAFTER} for the demo, else none"
-    add("--drafter", help=f'a drafter that ships with the demo, a directory, or "none" (default: {default})')
+    names = ", ".join(loading.BUILT_IN)
+    add("--drafter", help=f"a drafter that ships with the demo, a directory, or one of {names} (default: {default})")
+    add("--option", action="append", metavar="KEY=VALUE", help="an option of the drafter, such as budget=30")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
     add("--prompt-file", action="append", metavar="PATH", help="the same from a file of bytes; - is standard input")
     turns = "prompts are a user's turn, in the target's own template; with ROLE:TEXT, which may be given several times,"

@@ -13,7 +13,7 @@ import numpy as np
 from bytejax.decoding import accept as accept_rules
 from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
-from bytejax.drafters.base import Autoregressive, Drafter
+from bytejax.drafters.base import Autoregressive, Draft, Drafter
 from bytejax.errors import InputError
 from bytejax.models.base import Target
 
@@ -163,6 +163,13 @@ class Generation:
         compiling = RUN.seconds - compiled
         self._compile_seconds += compiling
         self._decode_seconds += time.perf_counter() - begin - compiling
+
+    def proposal(self) -> Draft:
+        """What the next cycle would verify, for those who want to look at a drafter's trees."""
+        state, rules = self._state, self._rules
+        root = state.root if rules.bonus == "condition" else None
+        keys = loop.drafting_keys(state)
+        return self._drafter.propose(state.draft, root, keys, rules.warp)
 
     def result(self) -> Result:
         """Everything generated so far."""

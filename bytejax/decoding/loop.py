@@ -147,11 +147,16 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     return jax.lax.cond(worth.any(), lambda state: _cycle(target, drafter, rules, state), narrower, state)
 
 
+def drafting_keys(state: State) -> jax.Array:
+    """The next cycle's randomness for drafting, [B]."""
+    return _keys(state.keys, state.cache.lengths, DRAFT)
+
+
 def _cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
     """Draft, one target pass over the block, accept, commit. Ended rows stay as they are."""
     active, rooted = state.status == RUNNING, rules.bonus == "condition"
     keys = lambda purpose: _keys(state.keys, state.cache.lengths, purpose)
-    draft = drafter.propose(state.draft, state.root if rooted else None, keys(DRAFT), rules.warp)
+    draft = drafter.propose(state.draft, state.root if rooted else None, drafting_keys(state), rules.warp)
     if (room := target.room(state.cache)) is not None:
         draft = draft.replace(block=draft.block.cut(room))
     block = draft.block

@@ -172,3 +172,18 @@ def test_no_arguments_mean_a_comparison_on_the_demo(saved, capsys, monkeypatch):
     assert decode.main([]) == 0
     out = capsys.readouterr().out
     assert out.startswith("def f") and "identical: true" in out and "ratio: " in out
+
+
+def test_drafters_have_options(command, loaded):
+    status, out, err = command(
+        "--prompt", "a = 1\nb = 1\n", "--drafter", "pld", "--option", "longest=6", "--json", drafter=None
+    )
+    report = json.loads(out)
+    assert (status, err) == (0, "") and report["text"] == generated(loaded, "a = 1\nb = 1\n").texts[0]
+    assert report["settings"]["options"] == {"longest": 6} and report["settings"]["accept"] == "match"
+    assert report["settings"]["draft_tokens"] == 16
+    for option, message in (("longest", "KEY=VALUE"), ("depth=3", "'depth' is unknown"), ("rule=best", "unknown rule")):
+        status, out, err = command("--prompt", "x", "--drafter", "pld", "--option", option, drafter=None)
+        assert (status, out) == (2, "") and message in err and err.count("\n") == 1
+    status, out, err = command("--prompt", "x", "--drafter", "pld", "--accept", "block", drafter=None)
+    assert (status, out) == (2, "") and "match" in err
