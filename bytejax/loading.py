@@ -44,12 +44,12 @@ FAMILIES = {
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
 BUILT_IN = ("none", "pld", "esp", "pld+esp", "lade", "stand", "evabyte", "heads")  # names that come before directories
-TRAINING_FREE = {  # how each is made, and whether it has a rule of prompt lookup
-    "pld": (PromptLookup.create, True),
-    "esp": (Probe.create, False),
-    "pld+esp": (with_lookup, True),
-    "lade": (Lookahead.create, False),
-    "stand": (Stand.create, False),
+TRAINING_FREE = {  # how each is made, and options that depend on what the target's ids are
+    "pld": (PromptLookup.create, {"bytes": {"rule": "bytes"}}),
+    "esp": (Probe.create, {}),
+    "pld+esp": (with_lookup, {"bytes": {"rule": "bytes"}}),
+    "lade": (Lookahead.create, {}),
+    "stand": (Stand.create, {"bytes": {"orders": (8, 6, 5, 4)}}),
 }
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
@@ -184,9 +184,9 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     if str(source) == "none":
         drafter = _create(Autoregressive, (), options)
     elif str(source) in TRAINING_FREE:
-        make, takes_rule = TRAINING_FREE[str(source)]
-        by_unit = {"rule": "bytes" if target.tokenizer.unit == "byte" else "tokens"} if takes_rule else {}
-        drafter = _create(make, (target,) if source == "lade" else (), by_unit | options)
+        make, by_unit = TRAINING_FREE[str(source)]
+        arguments = (target,) if source == "lade" else ()
+        drafter = _create(make, arguments, by_unit.get(target.tokenizer.unit, {}) | options)
     elif str(source) == "evabyte":
         drafter = _create(Medusa.create, (), options)
     elif str(source) == "heads":

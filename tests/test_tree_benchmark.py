@@ -17,6 +17,6 @@ def test_a_constant_tree_has_the_drafters_rows(monkeypatch, capsys):
     assert trees.main(["--model", "x", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["rows"] == 12 and report["share"] < 1 and isinstance(seen[0], Probe)
-    assert 0 < report["with_constant_tree"] and report["options"] == {"budget": 12, "masks": 2}
+    assert report["with_constant_tree"] > 0 and report["options"] == {"budget": 12, "masks": 2}
     assert trees.main(["--model", "x", "--option", "budget"]) == 2
     assert "KEY=VALUE" in capsys.readouterr().err

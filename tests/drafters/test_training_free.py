@@ -23,7 +23,7 @@ DRAFTERS = {
     "pld+esp": ("pld+esp", dict(budget=16, shortest=1)),
     "lade": ("lade", dict(window=4, ngram=3, guesses=2)),
     "lade bigrams": ("lade", dict(window=2, ngram=2, guesses=2, from_prompt=True)),
-    "stand": ("stand", dict(budget=10, slots=64)),
+    "stand": ("stand", dict(budget=10, slots=64, orders=[3, 2, 1])),
 }
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [4] * 17, [7]]
 NEW = 60
