@@ -3,6 +3,7 @@
 Letters: B batch, N block rows, M room for new ids, T prompt length, V vocabulary.
 """
 
+import functools
 from typing import Any
 
 import chex
@@ -124,27 +125,42 @@ def start(
 
 
 def run(target: Target, drafter: Drafter, rules: Rules, state: State, max_cycles: jax.Array) -> State:
-    """Runs cycles until every row has ended, at most `max_cycles` [] int32 of them."""
+    """Runs cycles until every row has ended, at most `max_cycles` [] int32 of them.
+
+    Where the drafter has a fallback, it takes the cycles in which no running row's draft is worth more. Each of the two
+    has a loop of its own within the loop: XLA would copy the caches into the branches of a conditional.
+    """
+    drafters = _with_fallbacks(drafter) if rules.bonus == "condition" else [drafter]
 
     def unfinished(carry):
-        cycle, state = carry
-        return (cycle < max_cycles) & (state.status == RUNNING).any()
+        done, state = carry
+        return (done < max_cycles) & (state.status == RUNNING).any()
 
-    def body(carry):
-        i, state = carry
-        return i + 1, cycle(target, drafter, rules, state)
+    def cycles_of(index):
+        turn = lambda carry: unfinished(carry) & (_chosen(drafters, carry[1]) == index)
+        step = lambda carry: (carry[0] + 1, cycle(target, drafters[index], rules, carry[1]))
+        return lambda carry: jax.lax.while_loop(unfinished if len(drafters) == 1 else turn, step, carry)
 
-    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+    carry = jnp.int32(0), state
+    if len(drafters) == 1:
+        return cycles_of(0)(carry)[1]
+    every = [cycles_of(index) for index in range(len(drafters))]
+    return jax.lax.while_loop(unfinished, lambda carry: functools.reduce(lambda c, f: f(c), every, carry), carry)[1]
 
 
-def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
-    """One cycle, by the drafter's fallback where it has one and no row's draft is worth more."""
-    narrow = drafter.fallback() if rules.bonus == "condition" else None
-    if narrow is None:
-        return _cycle(target, drafter, rules, state)
-    worth = drafter.worth(state.draft, state.root) & (state.status == RUNNING)
-    narrower = lambda state: cycle(target, narrow, rules, state)
-    return jax.lax.cond(worth.any(), lambda state: _cycle(target, drafter, rules, state), narrower, state)
+def _with_fallbacks(drafter: Drafter) -> list[Drafter]:
+    """The drafter, its fallback, that one's, ..., the widest first."""
+    chain = [drafter]
+    while (narrower := chain[-1].fallback()) is not None:
+        chain.append(narrower)
+    return chain
+
+
+def _chosen(drafters: list[Drafter], state: State) -> jax.Array:
+    """Index of the first drafter whose draft is worth its block to some running row; the last one's always is."""
+    running = state.status == RUNNING
+    worth = [(drafter.worth(state.draft, state.root) & running).any() for drafter in drafters[:-1]]
+    return jnp.argmax(jnp.stack([*worth, jnp.bool_(True)]))
 
 
 def drafting_keys(state: State) -> jax.Array:
@@ -152,7 +168,7 @@ def drafting_keys(state: State) -> jax.Array:
     return _keys(state.keys, state.cache.lengths, DRAFT)
 
 
-def _cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
+def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State:
     """Draft, one target pass over the block, accept, commit. Ended rows stay as they are."""
     active, rooted = state.status == RUNNING, rules.bonus == "condition"
     keys = lambda purpose: _keys(state.keys, state.cache.lengths, purpose)
@@ -272,7 +288,9 @@ def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus
             forwards=state.forwards + rows,
         )
 
-    return jax.lax.cond(rows.any(), forward, lambda state: state, state)
+    # A loop of at most one turn: into the branches of a conditional XLA would copy the caches.
+    once = lambda carry: (jnp.bool_(False), forward(carry[1]))
+    return jax.lax.while_loop(lambda carry: carry[0], once, (rows.any(), state))[1]
 
 
 def _write(buffer: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:
