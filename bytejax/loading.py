@@ -24,6 +24,7 @@ from bytejax.conversion.released import open_released
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.drafters.medusa import Medusa
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
@@ -161,10 +162,11 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
     "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree, see
-    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (option draft_tokens).
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam).
 
-    options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
-        merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
+    options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
+        nodes, and beam (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
+        layers of their own (see `models.lora.create`).
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
@@ -194,11 +196,13 @@ def _circuit_drafter(
     draft_tokens: int | None = None,
     greedy_rule: str = "sequential",
     merged: bool = False,
-) -> CircuitDrafter:
+    tree: int | None = None,
+    beam: int | None = None,
+) -> Drafter:
     if adapters is None and merged:
         raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
     adapter = None if adapters is None else lora.create(adapters, target, merged)
-    return CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter)
+    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter), tree, beam)
 
 
 def drafter_directory(source: Path | str) -> Path | None:
