@@ -26,6 +26,7 @@ from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.drafters.medusa import Medusa
+from bytejax.drafters.model import DraftModel
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
@@ -40,7 +41,7 @@ FAMILIES = {
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
-BUILT_IN = ("none", "evabyte", "heads")  # drafters without files; the names come before directories
+BUILT_IN = ("none", "evabyte", "heads", "model")  # drafters without files; the names come before directories
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -158,11 +159,13 @@ class _LayerForm:
         return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
 
 
-def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
+def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
-    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree, see
-    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam).
+    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree,
+    see `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options
+    draft_tokens, tree, beam); "model", a smaller target with the same ids (options source, as `load_target` takes it,
+    and draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
         nodes, and beam (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
@@ -176,6 +179,8 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
         drafter = _create(Medusa.create, (), options)
     elif str(source) == "heads":
         drafter = _create(own_heads.drafter, (target,), options)
+    elif str(source) == "model":
+        drafter = _create(_draft_model, (target,), options)
     else:
         directory = drafter_directory(source)
         if directory is None:
@@ -203,6 +208,12 @@ def _circuit_drafter(
         raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
     adapter = None if adapters is None else lora.create(adapters, target, merged)
     return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter), tree, beam)
+
+
+def _draft_model(target: Target, source: Path | str | None = None, draft_tokens: int = 4) -> DraftModel:
+    if source is None:
+        raise InputError("drafter 'model' needs the option source: a target with the same ids to draft with")
+    return DraftModel.create(load_target(source, _dtype_name(target)), draft_tokens)
 
 
 def drafter_directory(source: Path | str) -> Path | None:
