@@ -162,8 +162,8 @@ class _LayerForm:
 def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
-    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (option tree,
-    see `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options
+    "none" for one byte at a time; for an EvaByte "evabyte", a tree from its prediction heads (options tree, or
+    accuracies and nodes, see `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options
     draft_tokens, tree, beam); "model", a smaller target with the same ids (options source, as `load_target` takes it,
     and draft_tokens).
 
