@@ -49,7 +49,9 @@ def test_matched_samples_are_those_of_autoregression(pair):
     assert drafted.ids == plain.ids and drafted.stats.accepted > 0
 
 
-@pytest.mark.parametrize(("rule", "setting"), [("block", "warped"), ("token", "plain")])
+@pytest.mark.parametrize(
+    ("rule", "setting"), [("block", "warped"), pytest.param("token", "plain", marks=pytest.mark.slow)]
+)
 def test_samples_have_the_targets_law(rule, setting):
     target, _ = make_pair("ff")
     drafter = DraftModel.create(shaken(target, 0.5), 2)
