@@ -24,8 +24,10 @@ from bytejax.conversion.released import open_released
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.drafters.lookahead import Lookahead
 from bytejax.drafters.medusa import Medusa
+from bytejax.drafters.model import DraftModel
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.probe import Probe, with_lookup
 from bytejax.drafters.stand import Stand
@@ -43,7 +45,7 @@ FAMILIES = {
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
-BUILT_IN = ("none", "pld", "esp", "pld+esp", "lade", "stand", "evabyte", "heads")  # names that come before directories
+BUILT_IN = ("none", "pld", "esp", "pld+esp", "lade", "stand", "evabyte", "heads", "model")  # before directories
 TRAINING_FREE = {  # how each is made, and options that depend on what the target's ids are
     "pld": (PromptLookup.create, {"bytes": {"rule": "bytes"}}),
     "esp": (Probe.create, {}),
@@ -168,16 +170,18 @@ class _LayerForm:
         return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
 
 
-def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
+def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
     "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
     (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for
-    an EvaByte "evabyte", a tree from its prediction heads (option tree, see `drafters.medusa.Medusa.create`), or
-    "heads", the same heads as an FF circuit (option draft_tokens).
+    an EvaByte "evabyte", a tree from its prediction heads (options tree, or accuracies and nodes, see
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam);
+    "model", a smaller target with the same ids (options source, as `load_target` takes it, and draft_tokens).
 
-    options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`) and, with LoRA,
-        merged: whether the adapters are added into draft layers of their own (see `models.lora.create`).
+    options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
+        nodes, and beam (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
+        layers of their own (see `models.lora.create`).
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
@@ -191,6 +195,8 @@ def load_drafter(source: Path | str, target: Target, **options) -> Drafter:
         drafter = _create(Medusa.create, (), options)
     elif str(source) == "heads":
         drafter = _create(own_heads.drafter, (target,), options)
+    elif str(source) == "model":
+        drafter = _create(_draft_model, (target,), options)
     else:
         directory = drafter_directory(source)
         if directory is None:
@@ -211,11 +217,19 @@ def _circuit_drafter(
     draft_tokens: int | None = None,
     greedy_rule: str = "sequential",
     merged: bool = False,
-) -> CircuitDrafter:
+    tree: int | None = None,
+    beam: int | None = None,
+) -> Drafter:
     if adapters is None and merged:
         raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
     adapter = None if adapters is None else lora.create(adapters, target, merged)
-    return CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter)
+    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter), tree, beam)
+
+
+def _draft_model(target: Target, source: Path | str | None = None, draft_tokens: int = 4) -> DraftModel:
+    if source is None:
+        raise InputError("drafter 'model' needs the option source: a target with the same ids to draft with")
+    return DraftModel.create(load_target(source, _dtype_name(target)), draft_tokens)
 
 
 def drafter_directory(source: Path | str) -> Path | None:

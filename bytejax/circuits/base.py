@@ -4,8 +4,9 @@ A circuit is a mixture with discrete latents in which leaf i is a categorical ov
 hangs from (MtPC, arXiv 2511.11346). Each circuit says how messages travel through it, and everything else is
 written here once:
 
-- `_filter` walks the leaves from left to right and hands each one the law of its latent given the bytes before it.
-  Prefix marginals, conditionals and sequential drafts are this one walk with different observers.
+- A `Walk` goes over the leaves from left to right and has at each the law of its latent given the bytes before it.
+  Prefix marginals, conditionals and sequential drafts are this one walk with different observers; a beam of prefixes
+  is several walks at once (`circuits.prefixes`).
 - `_upward` goes from the leaves to the root with a sum or with a maximum: likelihood, most probable explanation.
 
 Legend: n window, r rank, v vocabulary, z rows of the sums.
@@ -34,6 +35,17 @@ class Theta(NamedTuple):
 
     sums: jax.Array
     leaves: jax.Array
+
+
+class Walk(NamedTuple):
+    """Where a walk over the leaves stands: everything that the laws of the bytes from here on depend on.
+
+    prior: [..., r], the law of the next leaf's latent given the bytes before it. held: arrays [..., r] of the circuit's
+    own, what it has to remember of those bytes beside that.
+    """
+
+    prior: jax.Array
+    held: tuple[jax.Array, ...] = ()
 
 
 def log_sum_exp(a: jax.Array, axis: int = -1) -> jax.Array:
@@ -94,8 +106,12 @@ class Circuit(abc.ABC):
         """Number of blocks of rows in `Theta.sums`."""
 
     @abc.abstractmethod
-    def _filter(self, sums: jax.Array, observe: Observe) -> None:
-        """Calls `observe(i, prior)` for i = 0..n-1, prior the law of leaf i's latent given the bytes before."""
+    def begin(self, sums: jax.Array) -> Walk:
+        """The walk before the first byte."""
+
+    @abc.abstractmethod
+    def advance(self, sums: jax.Array, walk: Walk, i: int, scores: jax.Array) -> Walk:
+        """From leaf i to the next, i < n - 1, given the scores [..., r] of byte i."""
 
     @abc.abstractmethod
     def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
@@ -108,6 +124,14 @@ class Circuit(abc.ABC):
     @abc.abstractmethod
     def _condition_sums(self, sums: jax.Array, scores: jax.Array) -> jax.Array:
         """The sums given the first leaf's scores [..., r]."""
+
+    def _filter(self, sums: jax.Array, observe: Observe) -> None:
+        """Calls `observe(i, prior)` for i = 0..n-1, prior the law of leaf i's latent given the bytes before."""
+        walk = self.begin(sums)
+        for i in range(self.window):
+            scores = observe(i, walk.prior)
+            if i + 1 < self.window:
+                walk = self.advance(sums, walk, i, scores)
 
     @property
     def sum_rows(self) -> int:

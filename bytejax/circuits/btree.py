@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytejax.circuits.base import Circuit, Observe, Reduce, log_sum_exp, pick, posterior, transition
+from bytejax.circuits.base import Circuit, Reduce, Walk, log_sum_exp, pick, posterior, transition
 
 Region = tuple[int, int]  # positions [start, stop)
 
@@ -40,6 +40,11 @@ def block_of(window: int) -> dict[Region, int]:
     return {region: k for k, region in enumerate(region for level in inner_levels(window) for region in level)}
 
 
+def _around(window: int, leaf: int) -> list[Region]:
+    """The inner regions that hold a leaf, from the root down."""
+    return [region for level in inner_levels(window) for region in level if region[0] <= leaf < region[1]]
+
+
 @dataclasses.dataclass(frozen=True)
 class BTree(Circuit):
     """Latent tree: c_R[y] = sum_z B_R[y, z] c_left[z] c_right[z], y the latent of the region above (MtPC, Eq. BTree).
@@ -66,23 +71,30 @@ class BTree(Circuit):
         own = block_of(self.window)
         return {k: own[region] for region, k in block_of(shorter.window).items() if region in own}
 
-    def _filter(self, sums: jax.Array, observe: Observe) -> None:
-        def visit(region, prior):
-            if is_leaf(region):
-                return observe(region[0], prior)
-            rows = self._block(sums, block_of(self.window)[region])
-            below = descend(region, transition(prior, rows))
-            return log_sum_exp(rows + below[..., None, :])
+    def begin(self, sums: jax.Array) -> Walk:
+        return self._enter(sums, (0, self.window), sums[..., 0, :], ())
 
-        def descend(region, latent):
+    def advance(self, sums: jax.Array, walk: Walk, i: int, scores: jax.Array) -> Walk:
+        """`walk.held` has, for every inner region around leaf i, from the root down, the law of its latent while the
+        leaf lies in its left half, and what the left half says about its latent after that.
+        """
+        regions, above = _around(self.window, i), list(walk.held)
+        seen = jnp.where((scores > -jnp.inf).any(-1, keepdims=True), scores, 0)  # an impossible byte says nothing
+        while True:
+            region, kept = regions.pop(), above.pop()
             left, right = halves(region)
-            seen = visit(left, latent)
-            return seen + visit(right, posterior(latent, seen))
+            if i < left[1]:
+                return self._enter(sums, right, posterior(kept, seen), (*above, seen))
+            rows = self._block(sums, block_of(self.window)[region])
+            seen = log_sum_exp(rows + (kept + seen)[..., None, :])
 
-        if self.window == 1:
-            observe(0, sums[..., 0, :])
-        else:
-            descend((0, self.window), sums[..., 0, :])
+    def _enter(self, sums: jax.Array, region: Region, above: jax.Array, held: tuple[jax.Array, ...]) -> Walk:
+        """Down to a region's first leaf, given the law of the latent above the region; of the root's, its own."""
+        while not is_leaf(region):
+            k = block_of(self.window)[region]
+            above = transition(above, self._block(sums, k)) if k else above
+            held, region = (*held, above), halves(region)[0]
+        return Walk(above, held)
 
     def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
         def visit(region):

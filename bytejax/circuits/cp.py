@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from bytejax.circuits.base import Circuit, Observe, Reduce, posterior
+from bytejax.circuits.base import Circuit, Reduce, Walk, posterior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,11 @@ class CP(Circuit):
     def blocks(self) -> int:
         return 1
 
-    def _filter(self, sums: jax.Array, observe: Observe) -> None:
-        latent = sums[..., 0, :]
-        for i in range(self.window):
-            latent = posterior(latent, observe(i, latent))
+    def begin(self, sums: jax.Array) -> Walk:
+        return Walk(sums[..., 0, :])
+
+    def advance(self, sums: jax.Array, walk: Walk, i: int, scores: jax.Array) -> Walk:
+        return Walk(posterior(walk.prior, scores))
 
     def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
         return reduce(0, sums + jnp.sum(scores, -2, keepdims=True))[..., 0]

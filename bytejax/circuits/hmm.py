@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from bytejax.circuits.base import Circuit, Observe, Reduce, pick, posterior, transition
+from bytejax.circuits.base import Circuit, Reduce, Walk, pick, posterior, transition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,11 @@ class HMM(Circuit):
     def blocks_above(self, places: int) -> tuple[int, ...]:
         return tuple(range(places))
 
-    def _filter(self, sums: jax.Array, observe: Observe) -> None:
-        latent = sums[..., 0, :]
-        for i in range(self.window):
-            seen = posterior(latent, observe(i, latent))
-            if i + 1 < self.window:
-                latent = transition(seen, self._block(sums, i + 1))
+    def begin(self, sums: jax.Array) -> Walk:
+        return Walk(sums[..., 0, :])
+
+    def advance(self, sums: jax.Array, walk: Walk, i: int, scores: jax.Array) -> Walk:
+        return Walk(transition(posterior(walk.prior, scores), self._block(sums, i + 1)))
 
     def _upward(self, sums: jax.Array, scores: jax.Array, reduce: Reduce) -> jax.Array:
         message = scores[..., -1, :]

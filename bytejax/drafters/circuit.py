@@ -13,7 +13,7 @@ from flax import struct
 
 from bytejax.circuits import Theta, draft_head
 from bytejax.circuits import head as heads
-from bytejax.drafters.base import Draft, Drafter
+from bytejax.drafters.base import Draft, Drafter, Warp
 from bytejax.errors import InputError
 from bytejax.models.base import Block, Extended, Target, newest
 from bytejax.models.lora import Adapter
@@ -97,11 +97,11 @@ class CircuitDrafter(Drafter):
         log_q1 = None
         first_is_draft, jointly = root is None, warp.greedy and self.greedy_rule == "joint"
         if first_is_draft:
-            law = self._theta(state, jnp.zeros(state.shape[:1], jnp.int32), warp)  # leaf 1 needs no first byte
+            law = self.theta(state, jnp.zeros(state.shape[:1], jnp.int32), warp)  # leaf 1 needs no first byte
             if jointly and self.config.feed_width is None:
                 return self._rootless(self.config.circuit.mode(law)[:, : self.block_width], None)
             root, log_q1 = self._first(law._replace(leaves=law.leaves[:, :1]), keys, warp)
-        theta, circuit, log_q = self._theta(state, root, warp), self.config.circuit, None
+        theta, circuit, log_q = self.theta(state, root, warp), self.config.circuit, None
         if not warp.greedy:
             theta = theta._replace(leaves=theta.leaves[:, : self.block_width])
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, LATER)
@@ -124,7 +124,8 @@ class CircuitDrafter(Drafter):
         drafts, log_q = jax.vmap(self.config.circuit.sample_with_conditionals)(theta, keys)
         return drafts[:, 0], log_q[:, 0]
 
-    def _theta(self, state, first, warp) -> Theta:
+    def theta(self, state: jax.Array, first: jax.Array, warp: Warp) -> Theta:
+        """The circuit's warped parameters after the features `state` [B, D], to be conditioned on `first` [B]."""
         sums, leaves = draft_head.draft_logits(self.weights, self.config, state, first)
         return Theta(warp.sums(sums), warp.log_probs(leaves))
 

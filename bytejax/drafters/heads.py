@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 from bytejax import circuits, parameters
 from bytejax.circuits import head as heads
+from bytejax.drafters.base import Drafter
 from bytejax.drafters.circuit import CircuitDrafter
+from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.errors import InputError
 from bytejax.models.base import Target
 from bytejax.models.evabyte import EvaByte
@@ -35,8 +37,13 @@ def from_heads(
     return config, heads.from_unembeddings(initial, config, own)
 
 
-def drafter(target: Target, draft_tokens: int | None = None) -> CircuitDrafter:
-    """The target's prediction heads as an FF circuit, and that as a drafter. Options: see `CircuitDrafter.create`."""
+def drafter(
+    target: Target, draft_tokens: int | None = None, tree: int | None = None, beam: int | None = None
+) -> Drafter:
+    """The target's prediction heads as an FF circuit, and that as a drafter.
+
+    Options: see `CircuitDrafter.create` and, for a tree instead of a chain, `CircuitTree.create`.
+    """
     window = target.config.pred_heads if isinstance(target, EvaByte) else 1
     config, params = from_heads(target, circuits.FF(window), jax.random.key(0))
-    return CircuitDrafter.create(params, config, draft_tokens)
+    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens), tree, beam)

@@ -46,11 +46,23 @@ class Medusa(Drafter):
     shape: Shape = struct.field(pytree_node=False)
 
     @classmethod
-    def create(cls, tree: str | Sequence[Sequence[int]] = "tree95") -> "Medusa":
-        """tree: a name from `TREES`, or child counts (`shapes.from_children`).
+    def create(
+        cls,
+        tree: str | Sequence[Sequence[int]] | None = None,
+        accuracies: Sequence[Sequence[float]] | None = None,
+        nodes: int | None = None,
+    ) -> "Medusa":
+        """tree: a name from `TREES`, by default "tree95", or child counts (`shapes.from_children`).
 
-        Raises InputError for another name or counts that are no tree.
+        accuracies, nodes: instead of a tree, how often the guess of each rank is right at each depth, as
+            `bytejax.benchmark.ranks` measures it, and how many nodes the tree may have (`shapes.likeliest`).
+        Raises InputError for another name, or for counts or accuracies that make no tree.
         """
+        if (accuracies is None) != (nodes is None) or not (tree is None or nodes is None):
+            raise InputError("a tree is given by tree alone, or by accuracies and nodes together")
+        if nodes is not None:
+            return cls(shapes.likeliest(accuracies, nodes))
+        tree = "tree95" if tree is None else tree
         if isinstance(tree, str):
             if tree not in TREES:
                 raise InputError(f"unknown tree {tree!r}; known: {', '.join(TREES)}, or a list of child counts")

@@ -90,10 +90,19 @@ def likeliest(accuracies: Sequence[Sequence[float]], nodes: int) -> Shape:
     """The tree of so many nodes, root included, with the largest expected accept length (Medusa, arXiv 2401.10774).
 
     accuracies: entry [d][r] is how often the candidate of rank r at depth d + 1 is right. Depths count as independent,
-        so a node's worth is the product along its path, and the greedy choice is the best one.
+        so a node's worth is the product along its path, and the greedy choice is the best one where no candidate is
+        right more often than one of a better rank. Where they make fewer nodes, the tree has all of them.
+
+    Raises InputError for anything else.
     """
-    if nodes < 2 or not accuracies or not all(len(depth) for depth in accuracies):
-        raise InputError("a tree needs at least two nodes, and the accuracy of one candidate per depth")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 2:
+        raise InputError(f"nodes = {nodes!r}: a tree has a root and at least one node more")
+    try:
+        accuracies = [[float(x) for x in depth] for depth in accuracies]
+    except (TypeError, ValueError):
+        raise InputError(f"accuracies are a list of numbers for every depth, got {accuracies!r}") from None
+    if not accuracies or not all(depth and all(0 <= x <= 1 for x in depth) for depth in accuracies):
+        raise InputError("a tree needs the accuracy of at least one candidate per depth, each from 0 to 1")
     value = lambda path: -float(_product(accuracies[d][rank] for d, rank in enumerate(path)))
     chosen: list[Path] = []
     frontier = [(value((0,)), 1, (0,))]

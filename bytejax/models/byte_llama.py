@@ -199,6 +199,9 @@ class Cache(transformer.Cache):
 
     history: jax.Array
 
+    def place(self):
+        return super().place() | {"history": self.history}
+
 
 class Pending(transformer.Pending):
     """windows: [B, N, 16] int32, of every row of the block."""

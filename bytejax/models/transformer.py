@@ -39,6 +39,13 @@ class Cache(struct.PyTreeNode):
     def slots(self) -> int:
         return jax.tree.leaves(self.v)[0].shape[-2]
 
+    def place(self) -> dict[str, jax.Array]:
+        """Where the texts end: the fields beside the slots.
+
+        With an earlier place put back (`replace`) a cache is again what it was then, if no slot has had two positions.
+        """
+        return {"lengths": self.lengths}
+
 
 class Pending(struct.PyTreeNode):
     """The cache's slots with the block's rows written after the committed ones, row i in the i-th slot after them.

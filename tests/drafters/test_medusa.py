@@ -181,8 +181,8 @@ def test_what_does_not_fit_is_refused(case):
             bytejax.load_drafter(source, llama)
     with pytest.raises(InputError, match="needs 8 prediction heads; the target has 4"):
         bytejax.load_drafter("evabyte", evabyte_cases.load("w32c8_h4").target)
-    with pytest.raises(InputError, match="'nodes' is unknown; known: tree"):
-        bytejax.load_drafter("evabyte", case.target, nodes=3)
+    with pytest.raises(InputError, match="'width' is unknown; known: tree, accuracies, nodes"):
+        bytejax.load_drafter("evabyte", case.target, width=3)
     with pytest.raises(InputError, match="more children"):
         bytejax.load_drafter("evabyte", case.target, tree=[[400]])
     with pytest.raises(InputError, match="trees"):
