@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 import bytejax
-from bytejax import checkpoints, loading
+from bytejax import loading
+from bytejax.benchmark import spec_bench
 from bytejax.cli import common
 from bytejax.conversion import parity
 from bytejax.errors import InputError
@@ -52,18 +53,18 @@ def check(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One object per question, with the two likeliest ids' distance where the answers part; then how many did not."""
-    rows = questions(Path(args.questions), args.per_category)
+    asked = questions(args)
     target, model = loading.load_target(args.model), parity.model_of(loading.target_path(args.model))
     same = 0
-    for row in rows:
-        ids = target.tokenizer.chat([{"role": "user", "content": row["turns"][0]}])
+    for question in asked:
+        ids = spec_bench.prompt(target.tokenizer, question.turns[:1], ())
         ours = bytejax.generate(target, [ids], max_new_tokens=args.tokens).ids[0]
         theirs = generated(model, ids, args.tokens, target)
-        found = {"category": row["category"], "question_id": row["question_id"], "prompt_ids": len(ids)}
+        found = {"category": question.category, "question_id": question.id, "prompt_ids": len(ids)}
         found |= {"new_ids": len(ours), "identical": ours == theirs}
         same += ours == theirs
         yield found | ({} if ours == theirs else parting(model, ids, ours, theirs))
-    yield {"model": args.model, "questions": len(rows), "identical": same, "tokens": args.tokens, "dtype": "float32"}
+    yield {"model": args.model, "questions": len(asked), "identical": same, "tokens": args.tokens, "dtype": "float32"}
 
 
 def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -75,8 +76,7 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(threads)
     target, model = loading.load_target(args.model), parity.model_of(loading.target_path(args.model))
     weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
-    chat = lambda row: target.tokenizer.chat([{"role": "user", "content": row["turns"][0]}])
-    prompts = [chat(row) for row in questions(Path(args.questions), args.per_category)][: args.prompts]
+    prompts = [spec_bench.prompt(target.tokenizer, q.turns[:1], ()) for q in questions(args)[: args.prompts]]
     found = []
     for ids in prompts:
         run = lambda ids=ids: bytejax.generate(target, [ids], max_new_tokens=args.tokens, ignore_stop=True)
@@ -120,20 +120,9 @@ def ask(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"question": args.question, "answer": result.texts[0], **stats}
 
 
-def questions(path: Path, per_category: int) -> list[dict[str, Any]]:
-    """The first questions of each category of a Spec-Bench file. Raises InputError naming the line at fault."""
-    with checkpoints.file_errors(path):
-        lines = path.read_bytes().splitlines()
-    rows: dict[str, list] = {name: [] for name in CATEGORIES}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            category, _, _ = row["category"], row["question_id"], row["turns"][0]
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, IndexError) as e:
-            raise InputError(f"{path}, line {number} is no question of Spec-Bench ({e})") from None
-        if len(rows.get(category, range(per_category))) < per_category:
-            rows[category].append(row)
-    return [row for name in CATEGORIES for row in rows[name]]
+def questions(args: argparse.Namespace) -> list[spec_bench.Question]:
+    """The first questions of each of the categories."""
+    return spec_bench.first(spec_bench.read(Path(args.questions)), args.per_category, CATEGORIES)
 
 
 def generated(model: Any, ids: list[int], tokens: int, target: Target, to_the_end: bool = False) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import bytejax
 from bytejax import loading
-from bytejax.cli import common, measure, render
+from bytejax.cli import bench, common, measure, render
 from bytejax.decoding.accept import NAMES
 from bytejax.decoding.generate import Result, checked_rule, stream
 from bytejax.decoding.loop import BONUS
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _decode(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if bench.asked_for(argv):
+        return bench.run(argv)
     args = _parser().parse_args(argv)
     if args.json and args.stream:
         raise InputError("--stream and --json exclude each other: with --json, standard output is one JSON object")
@@ -231,5 +233,6 @@ def _parser() -> common.Parser:
         help="bytes drafted after the root of a block (default: as many as it can)",
     )
     add("--greedy-rule", choices=GREEDY_RULES, help="how a circuit chooses its drafts in greedy decoding")
+    add("--bench", metavar="CONFIG", help="run Spec-Bench by a config file; see decode.py --bench --help")
     add("--version", action="version", version=f"bytejax {bytejax.__version__}")
     return parser

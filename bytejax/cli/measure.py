@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import bytejax
-from bytejax.decoding.generate import Generation, Result, Stats, generate
+from bytejax.decoding.generate import Generation, Result, Stats, generate, row_keys
 from bytejax.decoding.logits import make_warp
+from bytejax.decoding.loop import noise
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.models.base import Target
 
@@ -96,7 +97,7 @@ def compare(job: Job, repeats: int) -> Comparison:
     for _ in range(repeats):
         for name, side in sides.items():
             runs[name].append(side.run())
-    medians = {name: _median(results) for name, results in runs.items()}
+    medians = {name: median(results) for name, results in runs.items()}
     drafted = medians.pop("drafted")
     speeds = {name: result.stats.tokens_per_second for name, result in medians.items()}
     layout = max(speeds, key=speeds.get)
@@ -209,19 +210,30 @@ def distinct(rows: Sequence[Sequence[int]], n: int) -> float | None:
 
 
 def first_differences(job: Job, got: list[list[int]], expected: list[list[int]]) -> list[dict[str, Any]]:
-    """Where each row first differs, and how far apart the target's two likeliest ids are there (in logits)."""
-    target, found = job.target, []
-    banned = {*target.tokenizer.banned, *(target.tokenizer.stop if job.options["ignore_stop"] else ())}
-    warp = make_warp(target.vocab, 0.0, 0, 1.0, banned)
+    """Where each row first differs, and how far apart the two likeliest choices are there.
+
+    In logits; in sampling, in what a draw is the arg-max of: log-probabilities with the noise of that position.
+    """
+    target, options, found = job.target, job.options, []
+    banned = {*target.tokenizer.banned, *(target.tokenizer.stop if options["ignore_stop"] else ())}
+    warp = make_warp(target.vocab, options["temperature"], options.get("top_k", 0), options.get("top_p", 1.0), banned)
+    keys = jnp.concatenate([row_keys(options.get("seed", 0), batch) for batch in job.batches])
     prompts = [prompt for batch in job.batches for prompt in batch]
     for number, (prompt, a, b) in enumerate(zip(prompts, got, expected, strict=True)):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-            logits = warp.masked(target.logits(jnp.asarray([prompt + a[:at]]))[0, -1])
-            second, first = np.sort(np.asarray(logits))[-2:]
+            text = prompt + a[:at]
+            scores = target.unembed(target.states(jnp.asarray([text]))[0, -1])
+            if warp.greedy:
+                scores = warp.masked(scores)
+            else:
+                last = jnp.asarray([len(text) - 1])
+                scores = warp.log_probs(scores) + noise(keys[number][None], last, 1, target.vocab)[0, 0]
+            second, first = np.sort(np.asarray(scores))[-2:]
             found.append({"prompt": number, "position": at, "gap": float(first - second)})
     return found
 
 
-def _median(results: list[Result]) -> Result:
+def median(results: Sequence[Result]) -> Result:
+    """The run with the median speed, the slower one of two."""
     return sorted(results, key=lambda r: r.stats.tokens_per_second)[(len(results) - 1) // 2]

@@ -116,6 +116,7 @@ class Generation:
         verify: bool = True,
         accept: str | None = None,
         bonus: str = "condition",
+        capacity_step: int = 128,
     ):
         if drafter is not None and not isinstance(drafter, Drafter):
             raise InputError(f"drafter is {drafter!r}; give what load_drafter({drafter!r}, target) returns")
@@ -141,8 +142,8 @@ class Generation:
             row[: len(x)] = x
         need = max(len(x) + limit for x, limit in zip(rows, limits, strict=True))
         arrays = jnp.asarray(ids), *(jnp.asarray(x, jnp.int32) for x in ([len(x) for x in rows], limits))
-        sizes = {"capacity": max(_round_up(need, 128), ids.shape[1]), "room": _round_up(max(limits), 64)}
-        keys = jax.block_until_ready(_row_keys(seed, rows))
+        sizes = {"capacity": max(_round_up(need, capacity_step), ids.shape[1]), "room": _round_up(max(limits), 64)}
+        keys = jax.block_until_ready(row_keys(seed, rows))
         compiled, begin = START.seconds, time.perf_counter()
         self._state = START(self._target, self._drafter, self._rules, *arrays, keys, **sizes)
         jax.block_until_ready(self._state)
@@ -220,6 +221,8 @@ def generate(target: Target, prompts: Sequence[str | bytes | Sequence[int]], **o
         the first of them, and for "token" where the bonus is "paper".
     bonus: what becomes of the byte that the target adds after the kept drafts (`decoding.loop.BONUS`). With "paper"
         samples are not the target's.
+    capacity_step: the cache's capacity is rounded up to a multiple of it; with a large one, prompts of many lengths
+        share programs.
 
     Raises InputError for prompts or settings that cannot be served.
     """
@@ -282,7 +285,7 @@ def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
     return rule or ("token" if published else drafter.rules[0])
 
 
-def _row_keys(seed: int, rows: list[list[int]]) -> jax.Array:
+def row_keys(seed: int, rows: list[list[int]]) -> jax.Array:
     """One key per row: the seed's, folded with how often the same prompt came before."""
     seen: Counter[tuple[int, ...]] = Counter()
     repetition = []

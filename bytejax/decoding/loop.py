@@ -223,13 +223,13 @@ def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules,
     """
     block, warp, chosen = draft.block.front, rules.warp, rules.accept
     keys, begin = _keys(state.keys, state.cache.lengths, VERIFY), state.cache.lengths - (first is not None)
-    noise = lambda levels: _noise(state.keys, begin, levels, laws.shape[-1])
+    draws = lambda levels: noise(state.keys, begin, levels, laws.shape[-1])
     if not block.is_chain:
         if first is not None or not rules.verify:
             raise ValueError("trees are judged under bonus 'condition', and always verified")
         if draft.children is not None and chosen == "recursive" and not warp.greedy:
             return trees.recursive(block, laws, draft.children, keys, accept.gumbel(keys, accept.BONUS, laws.shape[-1]))
-        return trees.match(block, laws, None if warp.greedy else noise(block.max_levels))
+        return trees.match(block, laws, None if warp.greedy else draws(block.max_levels))
     drafts = block.ids[:, 1:] if first is None else block.ids
     if draft.log_q is not None:
         chex.assert_shape(draft.log_q, (*drafts.shape, laws.shape[-1]))
@@ -240,7 +240,7 @@ def _judge(draft: Draft, laws: jax.Array, first: jax.Array | None, rules: Rules,
     if warp.greedy:
         return accept.greedy(chain)
     if chosen == "match" or draft.log_q is None:
-        return accept.match(chain, noise(log_p.shape[1]))
+        return accept.match(chain, draws(log_p.shape[1]))
     return accept.RULES[chosen](chain, keys)
 
 
@@ -303,7 +303,7 @@ def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     return jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), purpose))(keys, positions)
 
 
-def _noise(keys: jax.Array, begin: jax.Array, levels: int, vocab: int) -> jax.Array:
+def noise(keys: jax.Array, begin: jax.Array, levels: int, vocab: int) -> jax.Array:
     """Gumbel noise of the bytes after positions begin, begin + 1, ..., the same that one byte per pass would draw with.
 
     keys, begin [B] -> [B, L, V].

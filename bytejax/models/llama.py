@@ -151,6 +151,28 @@ class Llama(Transformer):
         x = self._run_whole(self._inputs(ids), jnp.arange(ids.shape[1])[None], attend, adapter)
         return self._norm(x, self.params["final_norm"])
 
+    def residuals(self, ids: jax.Array, embeds: jax.Array | None = None, at: jax.Array | None = None) -> jax.Array:
+        """The residual stream of whole sequences, before the first layer and after every one.
+
+        ids [B, T] int32. embeds [B, M, D], at [B, M] int32: further rows, each in the place of the id at that position:
+            it sees the ids before and itself, and nothing sees it.
+        -> [layers + 1, B, T + M, D], the further rows last.
+        """
+        (b, t), x = ids.shape, self._inputs(ids)
+        positions = jnp.broadcast_to(jnp.arange(t), (b, t))
+        if embeds is not None:
+            x = jnp.concatenate([x, embeds.astype(x.dtype)], axis=1)
+            positions = jnp.concatenate([positions, at], axis=1)
+        place = jnp.arange(x.shape[1])
+        of = lambda rows: jnp.take(positions, rows, axis=1, mode="clip")[..., None]  # the last chunk is padded
+
+        def mask(rows):
+            earlier = (place < of(rows)) & (place < t)
+            return earlier | (place == rows[:, None])
+
+        attend = lambda p, q, k, v: L.attend_in_chunks(q, *L.kv_layout(k, v), mask)
+        return self._residuals(x, positions, attend)
+
     def _qkv(self, p, x, positions, adapters=None, first=0):
         c, (b, t, _) = self.config, x.shape
         h = self._norm(x, p["attention_norm"])

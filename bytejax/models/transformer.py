@@ -129,6 +129,16 @@ class Transformer(Layered):
             x, _ = step(x, adapters) if adapter.merged else step(x, p, adapters)
         return x
 
+    def _residuals(self, x: jax.Array, positions: jax.Array, attend: Callable) -> jax.Array:
+        """As `_run_whole`, the stream before the first layer and after every one: [layers + 1, B, T, D]."""
+
+        def step(x, p):
+            x = self._after_attention(p, x, attend(p, *self._qkv(p, x, positions, None, 0)))
+            return x, x
+
+        _, after = L.run_layers(self.params["layers"], step, x)
+        return jnp.concatenate([x[None], jnp.stack(after) if isinstance(after, tuple) else after])
+
     def _run(
         self, x: jax.Array, positions: jax.Array, attend: Callable, cache: Cache, adapter: Adapter | None
     ) -> tuple[list[jax.Array], Slots]:

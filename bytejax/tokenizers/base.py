@@ -43,6 +43,11 @@ class Tokenizer(abc.ABC):
         """Text of the ids; bytes that are no UTF-8 become U+FFFD."""
         return self.to_bytes(ids).decode("utf-8", "replace")
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a template for `chat`."""
+        return type(self).chat is not Tokenizer.chat
+
     def chat(self, messages: Sequence[Message], reply: bool = True, allow_special: bool = False) -> list[int]:
         """Ids of a conversation in the family's own template, start id first.
 

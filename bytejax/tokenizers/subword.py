@@ -87,6 +87,10 @@ class SubwordTokenizer(Tokenizer):
         pieces = self._pieces
         return b"".join(pieces[i] for i in ids if 0 <= i < len(pieces))
 
+    @property
+    def has_template(self):
+        return self.template is not None
+
     def chat(self, messages, reply=True, allow_special=False):
         """Ids as transformers makes them of the same text, but for what only looks like a control token in contents."""
         if self.template is None:

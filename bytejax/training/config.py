@@ -5,15 +5,14 @@ Unknown keys, wrong types, impossible values and missing files end in one `Input
 
 import contextlib
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import omegaconf
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
+from bytejax import configs
 from bytejax.errors import InputError
 
 TASKS = ("target", "head")
@@ -175,38 +174,12 @@ FREE_TO_CHANGE = ("workdir", "log_every", "steps", "checkpoint", "validation")
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies `key=value` overrides, e.g. "optimizer.learning_rate=1e-3"."""
-    for item in overrides:
-        if not re.match(r"[^=\s]+=", item):
-            raise InputError(f"override {item!r} is not of the form key=value, e.g. steps=100")
-    try:
-        text = Path(path).read_text()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such config file{_neighbours(Path(path))}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"{path}: not readable as a config file ({e.__class__.__name__})") from None
-    try:
-        values = OmegaConf.create(text) if text.strip() else OmegaConf.create()
-    except Exception as e:  # the YAML parser's errors have no common base here
-        raise InputError(f"{path}: not valid YAML ({' '.join(str(e).split())})") from None
-    if not OmegaConf.is_dict(values):
-        raise InputError(f"{path}: a config file is a mapping of keys to values")
-    try:
-        merged = OmegaConf.merge(values, OmegaConf.from_dotlist(list(overrides)))
-    except Exception as e:
-        raise InputError(f"{' '.join(overrides)} does not fit {path} ({' '.join(str(e).split())})") from None
-    return from_values(merged, str(path))
+    return from_values(configs.read(path, overrides), str(path))
 
 
 def from_values(values: Any, where: str = "config") -> Config:
     """A checked Config from nested mappings. `where` is named in errors."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
-        missing = sorted(k for k in OmegaConf.missing_keys(merged))
-        if missing:
-            raise InputError(f"{where}: missing {', '.join(missing)}")
-        config = OmegaConf.to_object(merged)
-    except omegaconf.errors.OmegaConfBaseException as e:
-        raise InputError(f"{where}: {_explain(e, values)}") from None
+    config = configs.structured(Config, values, where)
     problem = _problem(config)
     if problem:
         raise InputError(f"{where}: {problem}")
@@ -312,36 +285,6 @@ def _task(c: Config) -> list[tuple[bool, str]]:
     checks += [(bool(unsafe), f"heads: {unsafe} cannot name a directory; use letters, digits, '.', '-' and '_'")]
     checks += [(bool(ff), f"heads: {', '.join(ff)}: circuit ff has rank 1; use cp for a higher rank")]
     return checks
-
-
-def _explain(error: Exception, values: Any) -> str:
-    """OmegaConf's error in one line that names the key and what would work."""
-    key = getattr(error, "full_key", None) or ""
-    first = str(error).split("\n")[0]
-    if isinstance(error, (omegaconf.errors.ConfigKeyError, omegaconf.errors.ConfigAttributeError)):
-        known = [f.name for f in dataclasses.fields(error.object_type)] if error.object_type else []
-        *parents, last = key.split(".")
-        near = difflib.get_close_matches(last, known, n=3)
-        hint = (
-            f"did you mean {' or '.join('.'.join([*parents, k]) for k in near)}?"
-            if near
-            else f"known: {', '.join(known)}"
-        )
-        return f"unknown key {key}; {hint}"
-    if not key:  # a plain value where a section belongs: OmegaConf does not say where
-        sections = {f.name for f in dataclasses.fields(Config) if f.name in ("data", "optimizer", "validation")}
-        sections |= {"checkpoint", "architecture", "mtp", "heads"}
-        plain = [
-            k for k in sorted(sections) if k in values and values[k] is not None and not OmegaConf.is_dict(values[k])
-        ]
-        return f"{', '.join(plain) or 'a section'} must be a mapping of keys to values"
-    return f"{key}: {first[0].lower() + first[1:]}"
-
-
-def _neighbours(path: Path) -> str:
-    names = [p.name for p in sorted(path.parent.glob("*.yaml"))] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
-    return f"; {path.parent} has {', '.join(near)}" if near else ""
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from bytejax.cli import measure, render
-from bytejax.decoding.generate import Result, Stats
+from bytejax.decoding.generate import Result, Stats, row_keys
+from bytejax.decoding.logits import make_warp
+from bytejax.decoding.loop import noise
 from bytejax.drafters.base import Autoregressive
 from tests.cli.helpers import generated
 
@@ -48,6 +50,25 @@ def test_a_difference_is_placed_and_measured(loaded):
     first, second = np.sort(logits)[::-1][:2]
     assert (found["prompt"], found["position"]) == (2, 2)
     assert found["gap"] == pytest.approx(first - second, abs=1e-6)
+
+
+def test_a_difference_in_sampling_is_measured_with_the_noise_of_its_position(loaded):
+    """The choice there is the larger one of the two: the id that autoregression draws."""
+    target, _ = loaded
+    options = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "ignore_stop": False}
+    prompt = target.tokenizer.encode("def f")
+    ids = generated((target, None), prompt, **options, max_new_tokens=6).ids[0]
+    job = measure.Job(target, Autoregressive(), [[prompt]], options)
+    (found,) = measure.first_differences(job, [ids[:4] + [0, 0]], [ids])
+    assert found["position"] == next(i for i in (4, 5) if ids[i] != 0) and found["gap"] > 0
+    keys = row_keys(3, [prompt])
+    at = found["position"]
+    text = prompt + ids[:at]
+    warp = make_warp(target.vocab, 0.8, 5, 0.9, target.tokenizer.banned)
+    drawn = noise(keys, jnp.asarray([len(text) - 1]), 1, target.vocab)[0, 0]
+    scores = np.asarray(warp.log_probs(target.logits([text])[0, -1]) + drawn)
+    assert scores.argmax() == ids[at]
+    assert found["gap"] == pytest.approx(np.diff(np.sort(scores)[-2:]).item(), abs=1e-5)
 
 
 def test_merged_batches_add_up(loaded):

@@ -254,6 +254,15 @@ def test_a_second_call_in_the_same_bucket_compiles_nothing():
     assert (g.START.compiled, g.RUN.compiled) == before and len(g_stream) > 3
 
 
+def test_large_steps_of_the_capacity_make_prompts_share_a_program():
+    target = make_target()
+    run = lambda prompt, **options: bytejax.generate(target, [prompt], max_new_tokens=10, **options).ids
+    run([3] * 20, capacity_step=256)
+    before, long = g.RUN.compiled, [1, 2] * 35
+    shared = run(long, capacity_step=256)
+    assert g.RUN.compiled == before and shared == run(long, capacity_step=64) and g.RUN.compiled == before + 1
+
+
 def test_a_stream_grows_to_what_generate_gives():
     target = make_target()
     drafter = make_drafter(target, "cp")

@@ -181,3 +181,23 @@ def test_bfloat16_stays_close_and_keeps_its_dtype():
 def test_impossible_numbers_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(CONFIGS["untied"], **changes)
+
+
+@pytest.mark.parametrize("name", ["qk norm, tied", "one kv head, scaled"])
+def test_residuals_are_of_every_layer_and_of_rows_in_the_place_of_others(name):
+    target = make(name)
+    ids = random_ids(target, 2, 12)
+    stream = target.residuals(ids)
+    assert stream.shape == (target.config.layers + 1, 2, 12, target.width)
+    np.testing.assert_array_equal(stream[0], target.embed(ids))
+    np.testing.assert_allclose(target._norm(stream[-1], target.params["final_norm"]), target.states(ids), atol=1e-4)
+    other = random_ids(target, 2, 3, seed=9)
+    at = jnp.asarray([[0, 5, 11], [3, 3, 8]])
+    both = target.residuals(ids, target.embed(other), at)
+    np.testing.assert_allclose(both[:, :, :12], stream, atol=1e-4)
+    rows, columns = np.repeat(np.arange(2), 3), at.reshape(-1)
+    replaced = ids[rows].at[np.arange(6), columns].set(other.reshape(-1))
+    want = target.residuals(replaced)[:, np.arange(6), columns]
+    np.testing.assert_allclose(both[:, :, 12:].reshape(want.shape), want, atol=2e-4)
+    unrolled = target.unrolled().residuals(ids, target.embed(other), at)
+    np.testing.assert_allclose(unrolled, both, atol=1e-4)
