@@ -21,10 +21,13 @@ from bytejax.checkpoints import Reader, SafetensorsFile
 from bytejax.circuits import head as heads
 from bytejax.conversion import hub
 from bytejax.conversion.released import open_released
+from bytejax.drafters import eagle_head
 from bytejax.drafters import heads as own_heads
 from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.drafters.circuit_tree import CircuitTree
+from bytejax.drafters.eagle import Eagle
+from bytejax.drafters.eagle_head import EagleConfig
 from bytejax.drafters.lookahead import Lookahead
 from bytejax.drafters.medusa import Medusa
 from bytejax.drafters.model import DraftModel
@@ -181,7 +184,8 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
         nodes, and beam (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
-        layers of their own (see `models.lora.create`).
+        layers of their own (see `models.lora.create`). An EAGLE head has beam, depth and nodes (see
+        `drafters.eagle.Eagle.create`).
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
@@ -202,9 +206,13 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
         if directory is None:
             known = ", ".join([*BUILT_IN, *demo_drafters()])
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
-        config, params = load_head(directory, _dtype_name(target))
-        adapters = load_adapters(directory, target)
-        drafter = _create(_circuit_drafter, (params, config, adapters, target), options)
+        if drafter_kind(directory) == "eagle":
+            config, params = load_eagle(directory, target)
+            drafter = _create(Eagle.create, (params, config, target), options)
+        else:
+            config, params = load_head(directory, _dtype_name(target))
+            adapters = load_adapters(directory, target)
+            drafter = _create(_circuit_drafter, (params, config, adapters, target), options)
     drafter.check(target)
     return drafter
 
@@ -236,6 +244,34 @@ def drafter_directory(source: Path | str) -> Path | None:
     """Where a head's files are: a directory, or the demo's of that name. None where there is neither."""
     directory = Path(source) if _is_directory(Path(source)) else DEMO / str(source)
     return None if str(source) in ("", ".", "target", *BUILT_IN) or not _is_directory(directory) else directory
+
+
+def drafter_kind(directory: Path) -> str | None:
+    """What a drafter directory holds: "circuit" or "eagle"."""
+    return _read_config(directory, "bytejax-drafter").get("kind")
+
+
+def save_eagle(
+    directory: Path | str, target: Transformer, config: EagleConfig, params: Params, dtype=jnp.bfloat16
+) -> None:
+    """Writes an EAGLE head of this target as a drafter directory."""
+    values = {"format": "bytejax-drafter", "kind": "eagle", "target": fingerprint(target)}
+    _save(Path(directory), values | {"config": dataclasses.asdict(config)}, {WEIGHTS: params}, dtype)
+
+
+def load_eagle(directory: Path | str, target: Target) -> tuple[EagleConfig, Params]:
+    """Config and parameters of an EAGLE head, in the target's dtype. Raises InputError where it is another target's."""
+    directory = Path(directory)
+    saved = _read_config(directory, "bytejax-drafter")
+    try:
+        config, digest = EagleConfig.load(saved["config"]), saved["target"]
+    except (KeyError, TypeError) as e:
+        raise InputError(f"{directory / 'config.json'} does not describe an EAGLE head ({e})") from None
+    with input_errors_of(str(directory)):
+        config.check(target)
+    if digest != fingerprint(target):
+        raise InputError(f"{directory}: its EAGLE head was trained on another target than this one")
+    return config, parameters.load(directory / WEIGHTS, eagle_head.table(config), DTYPES[_dtype_name(target)])
 
 
 def save_head(directory: Path | str, config: heads.HeadConfig, params: Params, dtype=jnp.bfloat16) -> None:

@@ -7,7 +7,8 @@ speed: bytes per second of each variant against autoregression in the same run, 
 cycles: time of a cycle beside the same cycle with constant drafts, all variants in turns.
 table: latency, accept length and speed of all variants and of autoregression in turns, as Markdown.
 
-A variant is a drafter's name, perhaps with settings: hmm-16, btree-8:bonus=carry,accept=token, cp-8:draft_tokens=3.
+A variant is a drafter's name or directory, perhaps with settings: hmm-16, btree-8:bonus=carry,accept=token,
+cp-8:draft_tokens=3, runs/demo_eagle/export:beam=8,depth=8,nodes=32.
 Everything but the table is one JSON object per line.
 """
 
@@ -181,7 +182,7 @@ def first_acceptance(target: Target, name: str, prompts: list[list[int]]) -> flo
     The mean of sum_x min(p(x), q_1(x)) over the positions of the prompts (Leviathan et al. 2023, Eq. 3).
     """
     directory, ids = loading.drafter_directory(name), jnp.asarray(prompts)
-    if directory is None:
+    if directory is None or loading.drafter_kind(directory) != "circuit":
         return None
     p = jax.nn.softmax(target.unembed(target.states(ids)))
     config, params = loading.load_head(directory)
@@ -273,8 +274,10 @@ def table(target: Target, variants: list[Variant], args: argparse.Namespace) -> 
 
 
 def _described(job: measure.Job) -> str:
-    if not isinstance(job.drafter, CircuitDrafter):
+    if isinstance(job.drafter, Autoregressive):
         return "none | 1 | | |"
+    if not isinstance(job.drafter, CircuitDrafter):
+        return f"{type(job.drafter).__name__.lower()} | {job.drafter.block_width} | | | condition"
     circuit, adapter = job.drafter.config.circuit, job.drafter.adapter
     layers = 0 if adapter is None else len(adapter.layers)
     return f"{circuit.name} | {circuit.window} | {circuit.rank} | {layers} | {job.options.get('bonus', 'condition')}"

@@ -93,7 +93,7 @@ def start(
     capacity: committed positions the cache can hold, at least T and prompt + limit; room: at least every limit.
     """
     b, n, adapter = ids.shape[0], drafter.block_width, drafter.target_adapter()
-    extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n, adapter), adapter)
+    extended, cache = target.prefill(ids, lengths, target.init_cache(b, capacity, n, adapter), adapter, drafter.taps)
     law = _laws(target, rules, extended.hidden)[:, -1]
     zeros = jnp.zeros((b,), jnp.int32)
     state = State(
@@ -177,7 +177,7 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
         draft = draft.replace(block=draft.block.cut(room))
     block = draft.block
     chex.assert_shape(block.ids, (active.shape[0], drafter.block_width))
-    extended = target.extend(block, state.cache, drafter.target_adapter())
+    extended = target.extend(block, state.cache, drafter.target_adapter(), drafter.taps)
     laws = _laws(target, rules, extended.hidden[:, : block.nodes])
     verdict = _judge(draft, laws, None if rooted else state.law, rules, state)
     bonus = accept.choose(verdict.law, rules.warp, keys(VERIFY)) if verdict.bonus is None else verdict.bonus
@@ -279,7 +279,7 @@ def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus
 
     def forward(state):
         block = Block.chain(bonus[:, None])
-        extended = target.extend(block, state.cache, drafter.target_adapter())
+        extended = target.extend(block, state.cache, drafter.target_adapter(), drafter.taps)
         laws, path, accepted = _laws(target, rules, extended.hidden), jnp.zeros_like(block.ids), rows.astype(jnp.int32)
         return state.replace(
             cache=target.commit(state.cache, extended.pending, path, accepted),

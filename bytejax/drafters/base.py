@@ -53,8 +53,8 @@ class Draft(struct.PyTreeNode):
 class Prompt(struct.PyTreeNode):
     """What a drafter starts from.
 
-    ids: [B, T] int32, padded on the right. lengths: [B] int32. extended: features of the last position. cache: the
-        target's, with the prompts committed. capacity: how many positions a text can have.
+    ids: [B, T] int32, padded on the right. lengths: [B] int32. extended: features of the last position, the tap
+        "inner" of all. cache: the target's, with the prompts committed. capacity: how many positions a text can have.
     """
 
     ids: jax.Array
@@ -120,6 +120,11 @@ class Drafter(struct.PyTreeNode, abc.ABC):
     def target_adapter(self) -> Any:
         """What every pass of the target is given as `adapter`: the draft stream that this drafter reads, or None."""
         return None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads, in the tap "inner" of every pass (`Target.extend`)."""
+        return ()
 
     def check(self, target: Target) -> None:
         """Raises InputError where the drafter cannot serve the target."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from bytejax.errors import InputError
 from bytejax.tokenizers import Tokenizer
 
 
@@ -143,7 +144,8 @@ class Extended(struct.PyTreeNode):
     """What a pass over a block returns.
 
     hidden: [B, N, D], after the final norm: what `unembed` takes.
-    taps: inner features by name, each [B, N, ...], that drafters may ask for.
+    taps: inner features by name, each [B, N, ...], that drafters may ask for: "draft" with an adapter, "inner" with
+        taps (see `Target.extend`); of prompts "inner" has all positions, [B, T, ...].
     pending: what `commit` needs to keep an accepted path; its type is the target's own.
     """
 
@@ -188,20 +190,25 @@ class Target(struct.PyTreeNode, abc.ABC):
         """
 
     @abc.abstractmethod
-    def prefill(self, ids: jax.Array, lengths: jax.Array, cache: Any, adapter: Any = None) -> tuple[Extended, Any]:
+    def prefill(
+        self, ids: jax.Array, lengths: jax.Array, cache: Any, adapter: Any = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Extended, Any]:
         """Processes whole prompts. ids [B, T] int32, padded on the right; lengths [B] int32, each >= 1; cache empty.
 
-        Returns the features of each row's last position (N = 1, nothing pending) and the cache with the prompt
-        committed.
+        Returns the features of each row's last position (N = 1, nothing pending; the tap "inner" of all positions) and
+        the cache with the prompt committed.
         """
 
     @abc.abstractmethod
-    def extend(self, block: Block, cache: Any, adapter: Any = None) -> Extended:
+    def extend(self, block: Block, cache: Any, adapter: Any = None, taps: tuple[int, ...] = ()) -> Extended:
         """One pass over a block. The cache, as a value, is unchanged: `commit` decides what stays.
 
         adapter: what makes a second, *draft* stream of the target's last layers (see `models.lora`), with caches of its
         own; its last states are the tap "draft". The target's own stream is as without, up to rounding. None for no
         such stream.
+        taps: layers of the target's own stream whose inputs, side by side, are the tap "inner", [B, N, len(taps) * D];
+        the number of layers stands for what the last one hands to the final norm. Known when compiling; no tap costs
+        nothing.
         """
 
     @abc.abstractmethod
@@ -233,6 +240,13 @@ class Target(struct.PyTreeNode, abc.ABC):
 
         No cache; differentiable.
         """
+
+    def tapped_states(self, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """`states` and, side by side, what the layers `taps` read (see `extend`). -> [B, T, D], [B, T, len(taps) * D].
+
+        Raises InputError where the target has no such layers.
+        """
+        raise InputError(f"a {type(self).__name__} has no layers to tap")
 
     def layouts(self) -> dict[str, "Target"]:
         """The same model in the memory layouts worth timing one token at a time, by name; its own first."""

@@ -224,13 +224,13 @@ class ByteLlama(llama.Llama):
         cache = super().init_cache(batch, capacity, block_width, adapter)
         return Cache(**vars(cache), history=jnp.zeros((batch, WINDOW), jnp.int32))
 
-    def prefill(self, ids, lengths, cache, adapter=None):
-        extended, cache = super().prefill(ids, lengths, cache, adapter)
+    def prefill(self, ids, lengths, cache, adapter=None, taps=()):
+        extended, cache = super().prefill(ids, lengths, cache, adapter, taps)
         last = jnp.take_along_axis(_windows(ids), (lengths - 1)[:, None, None], axis=1)[:, 0]
         return extended, Cache(**vars(cache), history=last)
 
-    def extend(self, block, cache, adapter=None):
-        extended = super().extend(block, cache, adapter)
+    def extend(self, block, cache, adapter=None, taps=()):
+        extended = super().extend(block, cache, adapter, taps)
         windows = _block_windows(block, cache.history)
         return extended.replace(pending=Pending(**vars(extended.pending), windows=windows))
 

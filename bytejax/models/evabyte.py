@@ -150,7 +150,7 @@ class EvaByte(Transformer):
         """Up to the end of the current window: the next one sees this one's summaries, which do not exist before."""
         return self.config.window - cache.lengths % self.config.window
 
-    def prefill(self, ids, lengths, cache, adapter=None):
+    def prefill(self, ids, lengths, cache, adapter=None, taps=()):
         c, t = self.config, ids.shape[1]
         lengths = lengths.astype(jnp.int32)
         begin = (lengths // c.window * c.window)[:, None]
@@ -169,11 +169,11 @@ class EvaByte(Transformer):
             mixed = L.attend_in_chunks(q, *L.kv_layout(k, v), causal) if short else _windows(c, q, k, v, *sums)
             return mixed, (k_slots, v_slots)
 
-        streams, slots = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter)
+        streams, slots, inner = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter, taps)
         last = [jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1) for x in streams]
-        return self._extended(last, None), Cache(*slots, lengths, cache.summaries)
+        return self._extended(last, None, inner, taps), Cache(*slots, lengths, cache.summaries)
 
-    def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
+    def extend(self, block: Block, cache: Cache, adapter=None, taps=()) -> Extended:
         """Rows at depths from `room` on are computed as if the window went on: no real position is like that."""
         c, m = self.config, cache.summaries
         inside = cache.lengths % c.window
@@ -188,8 +188,8 @@ class EvaByte(Transformer):
             return L.attend(q, k_slots, v_slots, mask), (k_slots, v_slots)
 
         positions = cache.lengths[:, None] + block.depths()
-        streams, slots = self._run(self._block_inputs(block, cache), positions, attend, cache, adapter)
-        return self._extended(streams, Pending(*slots, chain=block.is_chain))
+        streams, slots, inner = self._run(self._block_inputs(block, cache), positions, attend, cache, adapter, taps)
+        return self._extended(streams, Pending(*slots, chain=block.is_chain), inner, taps)
 
     def commit(self, cache: Cache, pending: Pending, path, accepted) -> Cache:
         """A window that `accepted` rows make complete is summarised at once; accepted is at most `room`."""
@@ -214,11 +214,11 @@ class EvaByte(Transformer):
         logits = L.dense(hidden, self.params["heads"], transposed=True, dtype=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], self.config.pred_heads, self.config.vocab)
 
-    def states(self, ids, adapter=None):
-        return self._norm(self.residual(ids, adapter), self.params["final_norm"])
-
     def residual(self, ids, adapter=None):
         """The residual stream after the last layer, before the final norm. ids [B, T] int32 -> [B, T, D]."""
+        return self._whole(ids, adapter)[0]
+
+    def _whole(self, ids, adapter=None, taps=()):
         c, t = self.config, ids.shape[1]
         earlier = (t - 1) // c.window * c.window
 
@@ -227,7 +227,7 @@ class EvaByte(Transformer):
                 return causal_attention(q, k, v, TRAINING_BLOCK)
             return _windows(c, q, k, v, *summarise(p, c.chunk, k[:, :earlier], v[:, :earlier]))
 
-        return self._run_whole(self._inputs(ids), jnp.arange(t)[None], attend, adapter)
+        return self._run_whole(self._inputs(ids), jnp.arange(t)[None], attend, adapter, taps)
 
     def _fold(self, k, v, m, lengths, complete):
         """Puts the summaries of the windows that are `complete` [B] after those of the windows before them.

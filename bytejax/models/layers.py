@@ -233,20 +233,38 @@ def block_mask(slots: int, lengths: jax.Array, block: Any) -> jax.Array:
     return (relative < 0)[:, None, :] | (inside[:, None, :] & seen)
 
 
-def run_layers(layers: Any, step: Callable, carry: Any, *per_layer: Any) -> tuple[Any, Any]:
+def run_layers(
+    layers: Any, step: Callable, carry: Any, *per_layer: Any, taps: tuple[int, ...] = ()
+) -> tuple[Any, Any, dict[int, Any]]:
     """Runs `step(carry, layer params, *per-layer values) -> (carry, out)` over a stack.
 
     layers: a dict of arrays stacked on axis 0 (run with `lax.scan`), or a tuple of dicts, one per layer (unrolled: on
     CPU a scan would copy every layer's weights out of the stack in each cycle). per_layer and the outputs have the same
-    form, stacked or tuples.
+    form, stacked or tuples. taps: layers whose incoming carry, one array, is wanted too; as many as there are layers
+    stands for what the last one hands on.
+    -> the last carry, the outputs, and the carries that were asked for, by layer.
     """
     if isinstance(layers, tuple):
-        outs = []
+        carries, outs = [carry], []
         for layer in zip(layers, *per_layer, strict=True):
             carry, out = step(carry, *layer)
+            carries.append(carry)
             outs.append(out)
-        return carry, tuple(outs)
-    return jax.lax.scan(lambda c, xs: step(c, *xs), carry, (layers, *per_layer))
+        return carry, tuple(outs), {tap: carries[tap] for tap in taps if tap < len(carries)}
+    if not taps:
+        return *jax.lax.scan(lambda c, xs: step(c, *xs), carry, (layers, *per_layer)), {}
+    count, spare = jax.tree.leaves(layers)[0].shape[0], len(taps)
+    places = jnp.asarray([taps.index(i) if i in taps else spare for i in range(count)])
+
+    def tapped(state, xs):
+        (x, kept), (place, *xs) = state, xs
+        kept = jax.lax.dynamic_update_index_in_dim(kept, x, place, 0)  # in place, unlike all carries as an output
+        x, out = step(x, *xs)
+        return (x, kept), out
+
+    kept = jnp.zeros((spare + 1, *carry.shape), carry.dtype)
+    (carry, kept), outs = jax.lax.scan(tapped, (carry, kept), (places, layers, *per_layer))
+    return carry, outs, {tap: carry if tap == count else kept[i] for i, tap in enumerate(taps)}
 
 
 def unstack(layers: dict) -> tuple:

@@ -112,7 +112,7 @@ class Llama(Transformer):
         k, v = (*front, self.config.head_dim, slots), (*front, slots, self.config.head_dim)
         return Cache(*self._empty(k, v, adapter), jnp.zeros((batch,), jnp.int32))
 
-    def prefill(self, ids, lengths, cache, adapter=None):
+    def prefill(self, ids, lengths, cache, adapter=None, taps=()):
         t = ids.shape[1]
         causal = lambda rows: (jnp.arange(t) <= rows[:, None])[None]
 
@@ -121,11 +121,11 @@ class Llama(Transformer):
             put = lambda slots, rows: jax.lax.dynamic_update_slice(slots, rows.astype(slots.dtype), (0,) * slots.ndim)
             return L.attend_in_chunks(q, k, v, causal), (put(k_slots, k), put(v_slots, v))
 
-        streams, slots = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter)
+        streams, slots, inner = self._run(self._inputs(ids), jnp.arange(t)[None], attend, cache, adapter, taps)
         last = [jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1) for x in streams]
-        return self._extended(last, None), Cache(*slots, lengths.astype(jnp.int32))
+        return self._extended(last, None, inner, taps), Cache(*slots, lengths.astype(jnp.int32))
 
-    def extend(self, block: Block, cache: Cache, adapter=None) -> Extended:
+    def extend(self, block: Block, cache: Cache, adapter=None, taps=()) -> Extended:
         mask = L.block_mask(cache.slots, cache.lengths, block)
 
         def attend(p, q, k, v, k_slots, v_slots):
@@ -135,8 +135,8 @@ class Llama(Transformer):
             return L.attend(q, k_slots, v_slots, mask), (k_slots, v_slots)
 
         positions = cache.lengths[:, None] + block.depths()
-        streams, slots = self._run(self._block_inputs(block, cache), positions, attend, cache, adapter)
-        return self._extended(streams, Pending(*slots, chain=block.is_chain))
+        streams, slots, inner = self._run(self._block_inputs(block, cache), positions, attend, cache, adapter, taps)
+        return self._extended(streams, Pending(*slots, chain=block.is_chain), inner, taps)
 
     def commit(self, cache: Cache, pending: Pending, path, accepted) -> Cache:
         return Cache(*pending.kept(cache.lengths, path), cache.lengths + accepted.astype(jnp.int32))
@@ -146,10 +146,9 @@ class Llama(Transformer):
             return L.dense(hidden, self.params["embedding"], transposed=True, dtype=jnp.float32)
         return L.dense(hidden, self.params["head"], dtype=jnp.float32)
 
-    def states(self, ids, adapter=None):
+    def _whole(self, ids, adapter=None, taps=()):
         attend = lambda p, q, k, v: causal_attention(q, k, v, ATTENTION_BLOCK)
-        x = self._run_whole(self._inputs(ids), jnp.arange(ids.shape[1])[None], attend, adapter)
-        return self._norm(x, self.params["final_norm"])
+        return self._run_whole(self._inputs(ids), jnp.arange(ids.shape[1])[None], attend, adapter, taps)
 
     def residuals(self, ids: jax.Array, embeds: jax.Array | None = None, at: jax.Array | None = None) -> jax.Array:
         """The residual stream of whole sequences, before the first layer and after every one.

@@ -113,10 +113,29 @@ class Transformer(Layered):
         shared = len(layers) - len(adapter.layers)
         return layers[:shared], tuple(zip(layers[shared:], adapter.layers, strict=True))
 
-    def _run_whole(self, x: jax.Array, positions: jax.Array, attend: Callable, adapter: Adapter | None) -> jax.Array:
-        """All layers over whole sequences: the residual stream [B, T, D], of the draft stream with an adapter.
+    @abc.abstractmethod
+    def _whole(self, ids: jax.Array, adapter: Adapter | None = None, taps: tuple[int, ...] = ()) -> tuple:
+        """`_run_whole` of texts [B, T] from their start."""
 
-        attend: (layer's parameters, q, k, v) -> [B, T, K*G*H].
+    def states(self, ids, adapter=None):
+        return self._norm(self._whole(ids, adapter)[0], self.params["final_norm"])
+
+    def tapped_states(self, ids, taps):
+        x, inner = self._whole(ids, taps=taps)
+        return self._norm(x, self.params["final_norm"]), _side_by_side(inner, taps)
+
+    def _run_whole(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Callable,
+        adapter: Adapter | None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, dict[int, jax.Array]]:
+        """All layers over whole sequences.
+
+        attend: (layer's parameters, q, k, v) -> [B, T, K*G*H]. taps: as in `layers.run_layers`, without an adapter.
+        -> the residual stream [B, T, D], of the draft stream with an adapter; the tapped streams by layer.
         """
 
         def step(x, p, adapters=None):
@@ -124,10 +143,10 @@ class Transformer(Layered):
             return self._after_attention(p, x, mixed, adapters), None
 
         shared, own = self._split(adapter)
-        x, _ = L.run_layers(shared, step, x)
+        x, _, inner = L.run_layers(shared, step, x, taps=taps)
         for p, adapters in own:
             x, _ = step(x, adapters) if adapter.merged else step(x, p, adapters)
-        return x
+        return x, inner
 
     def _residuals(self, x: jax.Array, positions: jax.Array, attend: Callable) -> jax.Array:
         """As `_run_whole`, the stream before the first layer and after every one: [layers + 1, B, T, D]."""
@@ -140,12 +159,19 @@ class Transformer(Layered):
         return jnp.concatenate([x[None], jnp.stack(after) if isinstance(after, tuple) else after])
 
     def _run(
-        self, x: jax.Array, positions: jax.Array, attend: Callable, cache: Cache, adapter: Adapter | None
-    ) -> tuple[list[jax.Array], Slots]:
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Callable,
+        cache: Cache,
+        adapter: Adapter | None,
+        taps: tuple[int, ...],
+    ) -> tuple[list[jax.Array], Slots, dict[int, jax.Array]]:
         """All layers over new positions [B or 1, T] of x [B, T, D].
 
         attend: (layer's parameters, q, k, v, k slots, v slots) -> (mixed, (k slots, v slots)), for one stream.
-        -> the streams' last states, the target's and, with an adapter, the draft's; the cache's slots.
+        -> the streams' last states, the target's and, with an adapter, the draft's; the cache's slots; what the layers
+        `taps` of the target's own stream read, by layer.
         """
         b = x.shape[0]
         shared, own = self._split(adapter)
@@ -160,10 +186,10 @@ class Transformer(Layered):
             return self._after_attention(p, x, mixed, adapters, b), sum((s for _, s in done), ())
 
         if not own:
-            x, slots = L.run_layers(shared, step, x, cache.k, cache.v)
-            return [x], (*(zip(*slots, strict=True) if isinstance(shared, tuple) else slots), (), ())
+            x, slots, inner = L.run_layers(shared, step, x, cache.k, cache.v, taps=taps)
+            return [x], (*(zip(*slots, strict=True) if isinstance(shared, tuple) else slots), (), ()), inner
         n = len(shared)
-        x, below = L.run_layers(shared, step, x, cache.k[:n], cache.v[:n])
+        x, below, inner = L.run_layers(shared, step, x, cache.k[:n], cache.v[:n], taps=taps)
         draft, upper = x, []
         for (p, a), *slots in zip(own, cache.k[n:], cache.v[n:], cache.draft_k, cache.draft_v, strict=True):
             if adapter.merged:
@@ -174,9 +200,18 @@ class Transformer(Layered):
                 both, new = step(jnp.concatenate([x, draft]), p, *slots, adapters=a)
                 x, draft = jnp.split(both, 2)
                 upper.append(new)
+            inner |= {tap: x for tap in taps if tap == n + len(upper)}
         k, v, draft_k, draft_v = zip(*upper, strict=True)
-        return [x, draft], (tuple(s[0] for s in below) + k, tuple(s[1] for s in below) + v, draft_k, draft_v)
+        slots = (tuple(s[0] for s in below) + k, tuple(s[1] for s in below) + v, draft_k, draft_v)
+        return [x, draft], slots, inner
 
-    def _extended(self, streams: Sequence[jax.Array], pending: Any) -> Extended:
+    def _extended(
+        self, streams: Sequence[jax.Array], pending: Any, inner: dict[int, jax.Array], taps: tuple[int, ...]
+    ) -> Extended:
         hidden, *draft = (self._norm(x, self.params["final_norm"]) for x in streams)
-        return Extended(hidden, {"draft": draft[0]} if draft else {}, pending)
+        found = {"draft": draft[0]} if draft else {}
+        return Extended(hidden, found | ({"inner": _side_by_side(inner, taps)} if taps else {}), pending)
+
+
+def _side_by_side(inner: dict[int, jax.Array], taps: tuple[int, ...]) -> jax.Array:
+    return jnp.concatenate([inner[tap] for tap in taps], axis=-1)

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from bytejax import configs
 from bytejax.errors import InputError
 
-TASKS = ("target", "head")
+TASKS = ("target", "head", "eagle")
 SOURCES = ("stdlib", "files")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "cosine", "linear")
@@ -93,6 +93,25 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eagle:
+    """An EAGLE-3 head; the names are those of `drafters.eagle_head.EagleConfig`.
+
+    taps: null for `eagle_head.default_taps` of the target.
+    unroll: steps that the head is trained to go on its own; decay: what each counts beside the one before.
+    """
+
+    heads: int = MISSING
+    kv_heads: int = MISSING
+    head_dim: int = MISSING
+    ffn_width: int = MISSING
+    rope_theta: float = MISSING
+    norm_eps: float = MISSING
+    taps: list[int] | None = None
+    unroll: int = 8
+    decay: float = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """Weight decay on matrices only, after clipping by the global norm.
 
@@ -139,7 +158,8 @@ class Validation:
 class Config:
     """One training run.
 
-    task: "target" (next-byte training of `architecture`, perhaps `mtp`) or "head" (`heads` on the frozen `target`).
+    task: "target" (next-byte training of `architecture`, perhaps `mtp`), "head" (`heads` on the frozen `target`) or
+    "eagle" (`eagle` on the frozen `target`).
     compute_dtype: of the forward and backward pass; masters and optimiser state are float32.
     gamma, first_weight, chunk: of the window loss of the heads: discount per position, a further weight of position 1
     (which is drafted only where the target's extra byte is dropped), and positions whose logits exist at once.
@@ -158,6 +178,7 @@ class Config:
     mtp: MultiByte | None = None
     target: str | None = None
     heads: dict[str, Head] = dataclasses.field(default_factory=dict)
+    eagle: Eagle | None = None
     gamma: float = 1.0
     first_weight: float = 1.0
     kl: float = 0.0
@@ -229,6 +250,9 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         positive |= {f"architecture.{k}": x for k, x in dataclasses.asdict(c.architecture).items() if k != "tied"}
     if c.mtp:
         positive |= {"mtp.window": c.mtp.window, "mtp.weight": c.mtp.weight}
+    if c.eagle:
+        sizes = ("heads", "kv_heads", "head_dim", "ffn_width", "rope_theta", "norm_eps", "unroll")
+        positive |= {f"eagle.{k}": getattr(c.eagle, k) for k in sizes}
     for name, h in c.heads.items():
         positive |= {f"heads.{name}.window": h.window, f"heads.{name}.rank": h.rank}
         if h.adapter_rank is not None:
@@ -237,6 +261,7 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
         if h.feed_width is not None:
             positive[f"heads.{name}.feed_width"] = h.feed_width
     fractions = {"gamma": c.gamma, "mtp.gamma": c.mtp.gamma if c.mtp else 1.0}
+    fractions["eagle.decay"] = c.eagle.decay if c.eagle else 1.0
     from_zero = {"optimizer.final_fraction": o.final_fraction, "first_weight": c.first_weight, "kl": c.kl}
     below_one = {"optimizer.beta1": o.beta1, "optimizer.beta2": o.beta2, "optimizer.ema": o.ema or 0.0}
     checks = [(not x > 0, f"{key}={x} must be positive") for key, x in positive.items()]
@@ -250,32 +275,38 @@ def _sizes(c: Config) -> list[tuple[bool, str]]:
     checks += [(uneven, f"data.accumulate={c.data.accumulate} must divide data.batch={c.data.batch}")]
     longer = c.windows is not None and c.windows > c.data.sequence_length
     checks += [(longer, f"windows={c.windows} is more than data.sequence_length={c.data.sequence_length}")]
+    far = c.eagle is not None and c.eagle.unroll > c.data.sequence_length - 2
+    checks += [(far, f"eagle.unroll={c.eagle and c.eagle.unroll} needs a longer data.sequence_length")]
     checks += [(o.warmup_steps < 0, f"optimizer.warmup_steps={o.warmup_steps} must not be negative")]
     checks += [(not 0 <= c.seed < 2**32, f"seed={c.seed} must be between 0 and 2**32 - 1")]
     return checks
 
 
 def _task(c: Config) -> list[tuple[bool, str]]:
-    a, is_target = c.architecture, c.task == "target"
+    a, e, is_target, is_head = c.architecture, c.eagle, c.task == "target", c.task == "head"
     files = c.data.source == "files"
     checks = [
         (is_target and a is None, "task target needs the section architecture"),
         (is_target and (bool(c.heads) or c.target is not None), "task target takes neither heads nor target; use mtp"),
         (
-            is_target and (c.kl > 0 or c.windows is not None or c.first_weight != 1),
-            f"task target takes none of {OF_HEADS}",
+            not is_head and (c.kl > 0 or c.windows is not None or c.first_weight != 1),
+            f"task {c.task} takes none of {OF_HEADS}",
         ),
-        (not is_target and not c.heads, "task head needs at least one entry under heads"),
-        (not is_target and c.target is None, "task head needs target: the directory of a trained target"),
-        (not is_target and (a is not None or c.mtp is not None), "task head takes neither architecture nor mtp"),
+        (is_head and not c.heads, "task head needs at least one entry under heads"),
+        (not is_target and c.target is None, f"task {c.task} needs target: the directory of a trained target"),
+        (not is_target and (a is not None or c.mtp is not None), f"task {c.task} takes neither architecture nor mtp"),
+        (c.task == "eagle" and e is None, "task eagle needs the section eagle"),
+        (c.task == "eagle" and bool(c.heads), "task eagle takes no heads"),
+        (c.task != "eagle" and e is not None, f"task {c.task} takes no section eagle; use task=eagle"),
         (files and not c.data.files, "data.source=files needs data.files, a list of globs"),
         (not files and bool(c.data.files or c.data.held_out), "data.files and data.held_out need data.source=files"),
     ]
-    if a is not None:
-        checks += [
-            (a.heads % a.kv_heads != 0, f"architecture.kv_heads={a.kv_heads} must divide heads={a.heads}"),
-            (a.head_dim % 2 != 0, f"architecture.head_dim={a.head_dim} must be even (rotary pairs)"),
-        ]
+    for section, x in (("architecture", a), ("eagle", e)):
+        if x is not None:
+            checks += [
+                (x.heads % x.kv_heads != 0, f"{section}.kv_heads={x.kv_heads} must divide heads={x.heads}"),
+                (x.head_dim % 2 != 0, f"{section}.head_dim={x.head_dim} must be even (rotary pairs)"),
+            ]
     unsafe = [name for name in c.heads if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]
     ff = [n for n, h in c.heads.items() if h.circuit == "ff" and h.rank != 1]
     idle = [n for n, h in c.heads.items() if h.freeze_head and (h.start is None or not h.lora_layers)]

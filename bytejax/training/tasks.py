@@ -1,4 +1,4 @@
-"""What is trained and by which loss: a byte-level target, or circuit heads on a frozen one.
+"""What is trained and by which loss: a byte-level target, circuit heads on a frozen one, or an EAGLE head on it.
 
 A task says how its members begin, what their losses are, and how they are written for decoding.
 """
@@ -16,13 +16,17 @@ from bytejax import circuits, loading, parameters, tokenizers
 from bytejax.circuits import head as heads
 from bytejax.circuits.grow import from_shorter
 from bytejax.circuits.head import HeadConfig
+from bytejax.drafters import eagle_head
+from bytejax.drafters.eagle_head import EagleConfig
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import evabyte, llama, lora
 from bytejax.models.base import Target
+from bytejax.models.transformer import Transformer
 from bytejax.training import losses
 from bytejax.training.config import Config
 from bytejax.training.data import Batch
 from bytejax.training.distill import expected_accept_lengths, window_kl
+from bytejax.training.eagle import unrolled_loss
 from bytejax.training.step import Members
 
 NATS_PER_BIT = float(np.log(2.0))
@@ -57,7 +61,7 @@ class Task:
 
 def make(config: Config) -> Task:
     """The task of a config. Raises InputError for a target that cannot be loaded or does not fit."""
-    return _target_task(config) if config.task == "target" else _head_task(config)
+    return {"target": _target_task, "head": _head_task, "eagle": _eagle_task}[config.task](config)
 
 
 def _target_task(config: Config) -> Task:
@@ -96,12 +100,7 @@ def _target_task(config: Config) -> Task:
 
 
 def _head_task(config: Config) -> Task:
-    path, dtype = loading.target_path(config.target), jnp.dtype(config.compute_dtype)
-    target = loading.load_target(path)
-    if config.data.sequence_length > target.context:
-        raise InputError(
-            f"data.sequence_length={config.data.sequence_length} is more than the target's context of {target.context}"
-        )
+    (path, target), dtype = _frozen_target(config), jnp.dtype(config.compute_dtype)
     matrices, key = own_heads(path, target), jax.random.key(config.seed)
     configs, init, masks, kept = {}, {}, {}, {}  # kept: heads that do not change, under the adapters that do
     identity = {"target_sha256": loading.weights_digest(path)}
@@ -170,6 +169,47 @@ def _head_task(config: Config) -> Task:
     sampled = lambda params, frozen, batch: loss(params, frozen, batch, _sampled_windows(config, batch))
     headline = f"{next(iter(configs))}/bits_per_byte"
     return Task(init, masks, frozen, sampled, held_out, export, headline, identity)
+
+
+def _eagle_task(config: Config) -> Task:
+    """One member, "eagle". Its unembedding and final norm begin as the target's, all else at random."""
+    (path, target), dtype, e = _frozen_target(config), jnp.dtype(config.compute_dtype), config.eagle
+    if not isinstance(target, Transformer):
+        raise InputError(f"target: an EAGLE head reads attention layers, which a {type(target).__name__} has not")
+    numbers = {k: x for k, x in dataclasses.asdict(e).items() if k not in ("taps", "unroll", "decay")}
+    taps = eagle_head.default_taps(target.config.layers) if e.taps is None else tuple(e.taps)
+    with input_errors_of("eagle"):
+        c = EagleConfig(width=target.width, vocab=target.vocab, taps=taps, **numbers)
+        c.check(target)
+    table = eagle_head.table(c)
+    begin = {"head": own_heads(path, target)[0].T, "final_norm": target.params["final_norm"]}
+    init = parameters.init(table, jax.random.key(config.seed))
+    init |= {name: jnp.array(x, jnp.float32, copy=True) for name, x in begin.items()}
+
+    def loss(params, frozen, batch):
+        p, model = cast(params["eagle"], dtype), cast(frozen, dtype)
+        nats, parts = unrolled_loss(p, c, model, batch["ids"], batch["labels"], e.unroll, e.decay)
+        first, last = parts["ce"][0] / NATS_PER_BIT, parts["ce"][-1] / NATS_PER_BIT
+        metrics = {"bits_per_byte": first, "bits_per_byte_last": last, "accept_length": parts["accept_length"]}
+        return {"eagle": nats}, {f"eagle/{name}": x for name, x in metrics.items()}
+
+    def export(directory: Path, members: Members) -> None:
+        loading.save_eagle(directory, target, c, members["eagle"])
+
+    identity = {"target_sha256": loading.weights_digest(path)}
+    masks = {"eagle": decayed(table)}
+    return Task({"eagle": init}, masks, target.unrolled(), loss, loss, export, "eagle/bits_per_byte", identity)
+
+
+def _frozen_target(config: Config) -> tuple[Path, Target]:
+    """Where the target is that a run trains on, and itself."""
+    path = loading.target_path(config.target)
+    target = loading.load_target(path)
+    if config.data.sequence_length > target.context:
+        raise InputError(
+            f"data.sequence_length={config.data.sequence_length} is more than the target's context of {target.context}"
+        )
+    return path, target
 
 
 def sequences(labels: jax.Array) -> jax.Array:
