@@ -1,6 +1,7 @@
 """`decode.py --bench` on the tiny target: what is measured, resumed, shown and refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -190,5 +191,5 @@ def test_a_broken_question_is_named(bench, tmp_path, monkeypatch):
 
 
 def test_a_config_that_is_not_there(capsys):
-    status = decode.main(["--bench", "configs/bench/spec_bench_dem.yaml"])
-    is_refused(status, *capsys.readouterr(), "no such config file; configs/bench has", "spec_bench_demo.yaml")
+    status = decode.main(["--bench", str(Path(__file__).parents[2] / "configs" / "bench" / "spec_bench_dem.yaml")])
+    is_refused(status, *capsys.readouterr(), "no such config file; ", "bench has spec_bench_demo.yaml")
