@@ -20,6 +20,8 @@ from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Block, Target
 from bytejax.parameters import Params
 
+WAITING = ("features", "ids", "begin", "count")  # fields of a state that follow what was accepted
+
 
 class State(struct.PyTreeNode):
     """What is known of the committed text.
@@ -221,6 +223,3 @@ class Eagle(Drafter):
     def _scratch(self) -> int:
         """Slots for the rows of the expanded nodes."""
         return (self.depth - 1) * self.beam
-
-
-WAITING = ("features", "ids", "begin", "count")
