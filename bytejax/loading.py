@@ -6,9 +6,8 @@ as it was released: a directory, a .gguf file, or a hub id.
 
 import dataclasses
 import hashlib
-import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,13 @@ from bytejax.checkpoints import Reader, SafetensorsFile
 from bytejax.circuits import head as heads
 from bytejax.conversion import hub
 from bytejax.conversion.released import open_released
-from bytejax.drafters import eagle_head
-from bytejax.drafters import heads as own_heads
-from bytejax.drafters.base import Autoregressive, Drafter
+from bytejax.drafters import eagle_head, named
+from bytejax.drafters.base import Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.drafters.eagle import Eagle
 from bytejax.drafters.eagle_head import EagleConfig
-from bytejax.drafters.lookahead import Lookahead
-from bytejax.drafters.medusa import Medusa
 from bytejax.drafters.model import DraftModel
-from bytejax.drafters.ngram import PromptLookup
-from bytejax.drafters.probe import Probe, with_lookup
-from bytejax.drafters.stand import Stand
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
@@ -48,14 +41,7 @@ FAMILIES = {
     "byte_llama": (byte_llama.Config.load, byte_llama.table, byte_llama.ByteLlama),
     "evabyte": (evabyte.Config.load, evabyte.table, evabyte.EvaByte),
 }
-BUILT_IN = ("none", "pld", "esp", "pld+esp", "lade", "stand", "evabyte", "heads", "model")  # before directories
-TRAINING_FREE = {  # how each is made, and options that depend on what the target's ids are
-    "pld": (PromptLookup.create, {"bytes": {"rule": "bytes"}}),
-    "esp": (Probe.create, {}),
-    "pld+esp": (with_lookup, {"bytes": {"rule": "bytes"}}),
-    "lade": (Lookahead.create, {}),
-    "stand": (Stand.create, {"bytes": {"orders": (8, 6, 5, 4)}}),
-}
+BUILT_IN = (*named.NAMED, "model")  # drafters without files; the names come before directories
 WEIGHTS, ADAPTERS = "model.safetensors", "lora.safetensors"
 
 
@@ -189,18 +175,10 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.
     """
-    if str(source) == "none":
-        drafter = _create(Autoregressive, (), options)
-    elif str(source) in TRAINING_FREE:
-        make, by_unit = TRAINING_FREE[str(source)]
-        arguments = (target,) if source == "lade" else ()
-        drafter = _create(make, arguments, by_unit.get(target.tokenizer.unit, {}) | options)
-    elif str(source) == "evabyte":
-        drafter = _create(Medusa.create, (), options)
-    elif str(source) == "heads":
-        drafter = _create(own_heads.drafter, (target,), options)
+    if str(source) in named.NAMED:
+        drafter = named.make(str(source), target, options)
     elif str(source) == "model":
-        drafter = _create(_draft_model, (target,), options)
+        drafter = named.create(_draft_model, (target,), options)
     else:
         directory = drafter_directory(source)
         if directory is None:
@@ -208,11 +186,11 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
             raise InputError(f"unknown drafter {str(source)!r}: neither a directory nor one of {known}")
         if drafter_kind(directory) == "eagle":
             config, params = load_eagle(directory, target)
-            drafter = _create(Eagle.create, (params, config, target), options)
+            drafter = named.create(Eagle.create, (params, config, target), options)
         else:
             config, params = load_head(directory, _dtype_name(target))
             adapters = load_adapters(directory, target)
-            drafter = _create(_circuit_drafter, (params, config, adapters, target), options)
+            drafter = named.create(_circuit_drafter, (params, config, adapters, target), options)
     drafter.check(target)
     return drafter
 
@@ -420,14 +398,6 @@ def _is_directory(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):  # a name too long, a parent that may not be read, a NUL
         return False
-
-
-def _create(make: Callable[..., Drafter], arguments: tuple, options: dict) -> Drafter:
-    known = list(inspect.signature(make).parameters)[len(arguments) :]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise InputError(f"drafter option {unknown[0]!r} is unknown; known: {', '.join(known) or 'none'}")
-    return make(*arguments, **options)
 
 
 def _dtype_name(target: Target) -> str:
