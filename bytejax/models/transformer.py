@@ -150,13 +150,9 @@ class Transformer(Layered):
 
     def _residuals(self, x: jax.Array, positions: jax.Array, attend: Callable) -> jax.Array:
         """As `_run_whole`, the stream before the first layer and after every one: [layers + 1, B, T, D]."""
-
-        def step(x, p):
-            x = self._after_attention(p, x, attend(p, *self._qkv(p, x, positions, None, 0)))
-            return x, x
-
-        _, after = L.run_layers(self.params["layers"], step, x)
-        return jnp.concatenate([x[None], jnp.stack(after) if isinstance(after, tuple) else after])
+        every = tuple(range(self.config.layers + 1))
+        _, streams = self._run_whole(x, positions, attend, None, taps=every)
+        return jnp.stack([streams[i] for i in every])
 
     def _run(
         self,
