@@ -271,13 +271,13 @@ def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
         raise InputError(f"unknown bonus {bonus!r}; known: {', '.join(loop.BONUS)}")
     if rule is not None and rule not in accept_rules.NAMES:
         raise InputError(f"unknown acceptance rule {rule!r}; known: {', '.join(accept_rules.NAMES)}")
-    if rule is not None and rule not in drafter.rules:
-        raise InputError(
-            f"acceptance rule {rule!r} does not fit this drafter's samples; {' or '.join(drafter.rules)} do"
-        )
     if bonus == "paper" and rule == "block":
         raise InputError(
             "bonus 'paper' is published with token-wise verification; use accept 'token', or bonus 'carry'"
+        )
+    if rule is not None and rule not in drafter.rules:
+        raise InputError(
+            f"acceptance rule {rule!r} does not fit this drafter's samples; {' or '.join(drafter.rules)} do"
         )
     if bonus != "condition" and not drafter.drafts_first:
         raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")

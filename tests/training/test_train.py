@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from omegaconf import OmegaConf
 
 from bytejax import loading, parameters
 from bytejax.cli import train as cli
@@ -234,7 +235,7 @@ def interrupted_after(c, steps):
 @pytest.mark.slow
 def test_a_killed_process_resumes_bit_equal(tmp_path):
     tree = values(tmp_path / "runs", steps=20, checkpoint={"every_steps": 10, "keep": 2})
-    config.OmegaConf.save(config.OmegaConf.create(tree), tmp_path / "run.yaml")
+    OmegaConf.save(OmegaConf.create(tree), tmp_path / "run.yaml")
     command = [sys.executable, str(ROOT / "train.py"), str(tmp_path / "run.yaml")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -291,7 +292,7 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(tiny, capsys):
 
 
 def test_command_line_exit_codes(tmp_path, monkeypatch, capsys):
-    config.OmegaConf.save(config.OmegaConf.create(values(tmp_path / "d", steps=2, mtp=None)), tmp_path / "run.yaml")
+    OmegaConf.save(OmegaConf.create(values(tmp_path / "d", steps=2, mtp=None)), tmp_path / "run.yaml")
     monkeypatch.chdir(tmp_path)
     path = str(tmp_path / "run.yaml")
     before = sorted(p for p in tmp_path.rglob("*"))
