@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 
 class InputError(ValueError):
@@ -18,3 +19,9 @@ def input_errors_of(where: str) -> Iterator[None]:
         yield
     except InputError as e:
         raise InputError(f"{where}: {e}") from None
+
+
+def check_integer(what: str, value: Any, least: int) -> None:
+    """Raises InputError, naming `what`, where a value is no integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{what} must be an integer of at least {least}, got {value!r}")

@@ -6,7 +6,6 @@ as it was released: a directory, a .gguf file, or a hub id.
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytejax import checkpoints, circuits, parameters, tokenizers
+from bytejax import checkpoints, circuits, directories, parameters, tokenizers
 from bytejax.checkpoints import Reader, SafetensorsFile
 from bytejax.circuits import head as heads
 from bytejax.conversion import hub
@@ -54,7 +53,7 @@ def save_target(directory: Path | str, target: Target, dtype=jnp.bfloat16) -> No
     """Writes a target: weights in `dtype`, config and tokenizer as JSON."""
     target, directory = target.stacked(), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _save(directory, target_values(target, directory), {WEIGHTS: target.params}, dtype)
+    directories.save(directory, target_values(target, directory), {WEIGHTS: target.params}, dtype)
 
 
 def target_values(target: Target, directory: Path) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def target_path(source: Path | str) -> Path:
     Raises InputError where there is no such target.
     """
     path = DEMO / "target" if str(source) == "demo" else Path(source)
-    if _is_directory(path):
+    if directories.exists(path):
         return path
     if path.suffix in checkpoints.PICKLES:
         raise checkpoints.pickled(path, path)
@@ -127,12 +126,12 @@ def load_target(
 
 def is_saved_target(path: Path) -> bool:
     """Whether a target's path is a directory of ours, and not a checkpoint as it was released."""
-    return path.is_dir() and "format" in _config(path)
+    return path.is_dir() and "format" in directories.config(path)
 
 
 def saved_target(directory: Path) -> tuple[Target, Table, Reader]:
     """What `save_target` wrote: the target without its parameters, their table, and where they are."""
-    saved = _read_config(directory, "bytejax-target")
+    saved = directories.read_config(directory, "bytejax-target")
     try:
         make_config, table, make_target = FAMILIES[saved["family"]]
         config = make_config(saved["config"])
@@ -220,13 +219,13 @@ def _draft_model(target: Target, source: Path | str | None = None, draft_tokens:
 
 def drafter_directory(source: Path | str) -> Path | None:
     """Where a head's files are: a directory, or the demo's of that name. None where there is neither."""
-    directory = Path(source) if _is_directory(Path(source)) else DEMO / str(source)
-    return None if str(source) in ("", ".", "target", *BUILT_IN) or not _is_directory(directory) else directory
+    directory = Path(source) if directories.exists(Path(source)) else DEMO / str(source)
+    return None if str(source) in ("", ".", "target", *BUILT_IN) or not directories.exists(directory) else directory
 
 
 def drafter_kind(directory: Path) -> str | None:
     """What a drafter directory holds: "circuit" or "eagle"."""
-    return _read_config(directory, "bytejax-drafter").get("kind")
+    return directories.read_config(directory, "bytejax-drafter").get("kind")
 
 
 def save_eagle(
@@ -234,13 +233,13 @@ def save_eagle(
 ) -> None:
     """Writes an EAGLE head of this target as a drafter directory."""
     values = {"format": "bytejax-drafter", "kind": "eagle", "target": fingerprint(target)}
-    _save(Path(directory), values | {"config": dataclasses.asdict(config)}, {WEIGHTS: params}, dtype)
+    directories.save(Path(directory), values | {"config": dataclasses.asdict(config)}, {WEIGHTS: params}, dtype)
 
 
 def load_eagle(directory: Path | str, target: Target) -> tuple[EagleConfig, Params]:
     """Config and parameters of an EAGLE head, in the target's dtype. Raises InputError where it is another target's."""
     directory = Path(directory)
-    saved = _read_config(directory, "bytejax-drafter")
+    saved = directories.read_config(directory, "bytejax-drafter")
     try:
         config, digest = EagleConfig.load(saved["config"]), saved["target"]
     except (KeyError, TypeError) as e:
@@ -254,7 +253,7 @@ def load_eagle(directory: Path | str, target: Target) -> tuple[EagleConfig, Para
 
 def save_head(directory: Path | str, config: heads.HeadConfig, params: Params, dtype=jnp.bfloat16) -> None:
     """Writes a circuit head as a drafter directory."""
-    _save(Path(directory), _head_values(config), {WEIGHTS: params}, dtype)
+    directories.save(Path(directory), _head_values(config), {WEIGHTS: params}, dtype)
 
 
 def save_lora(
@@ -273,25 +272,25 @@ def save_lora(
     values = {"lora": {"layers": layers, "rank": rank, "target": fingerprint(target)}}
     files = {ADAPTERS: adapters}
     if isinstance(head, str):
-        pinned = {"name": head, "sha256": _sha256(DEMO / head / WEIGHTS)}
+        pinned = {"name": head, "sha256": directories.sha256(DEMO / head / WEIGHTS)}
         values |= {"format": "bytejax-drafter", "kind": "circuit", "head": pinned}
     else:
         values |= _head_values(head[0])
         files[WEIGHTS] = head[1]
-    _save(Path(directory), values, files, dtype)
+    directories.save(Path(directory), values, files, dtype)
 
 
 def needs_unrolled(source: Path | str) -> bool:
     """Whether a drafter, as `load_drafter` takes it, works only with a target whose layers are unrolled."""
     directory = drafter_directory(source)
-    return directory is not None and "lora" in _read_config(directory, "bytejax-drafter")
+    return directory is not None and "lora" in directories.read_config(directory, "bytejax-drafter")
 
 
 def ships_head(name: str, window: int) -> bool:
     """Whether `name` is a head of the demo, without adapters, with that window."""
-    if name not in demo_drafters() or _is_directory(Path(name)):
+    if name not in demo_drafters() or directories.exists(Path(name)):
         return False
-    saved = _read_config(DEMO / name, "bytejax-drafter")
+    saved = directories.read_config(DEMO / name, "bytejax-drafter")
     return "lora" not in saved and saved.get("window") == window
 
 
@@ -300,10 +299,10 @@ def load_start(source: Path | str) -> tuple[heads.HeadConfig, Params, str]:
     directory = drafter_directory(source)
     if directory is None:
         raise InputError(f"{source} is neither a directory nor a drafter that ships with the package")
-    if "lora" in _read_config(directory, "bytejax-drafter"):
+    if "lora" in directories.read_config(directory, "bytejax-drafter"):
         raise InputError(f"{source} is a LoRA drafter; its head reads a draft stream, not the target's states")
     config, params = load_head(directory)
-    return config, params, _sha256(directory / WEIGHTS)
+    return config, params, directories.sha256(directory / WEIGHTS)
 
 
 def load_adapters(directory: Path | str, target: Target) -> Params | None:
@@ -312,7 +311,7 @@ def load_adapters(directory: Path | str, target: Target) -> Params | None:
     Raises InputError where they belong to another target.
     """
     directory = Path(directory)
-    saved = _read_config(directory, "bytejax-drafter").get("lora")
+    saved = directories.read_config(directory, "bytejax-drafter").get("lora")
     if saved is None:
         return None
     if not isinstance(target, Transformer):
@@ -354,7 +353,7 @@ def _head_values(config: heads.HeadConfig) -> dict[str, Any]:
 def load_head(directory: Path | str, dtype: str = "float32") -> tuple[heads.HeadConfig, Any]:
     """Config and parameters of a circuit head that `save_head` wrote, or of the one that a LoRA drafter builds on."""
     directory = Path(directory)
-    saved = _read_config(directory, "bytejax-drafter")
+    saved = directories.read_config(directory, "bytejax-drafter")
     if "head" in saved:
         return load_head(_pinned_head(directory, saved["head"]), dtype)
     try:
@@ -373,7 +372,7 @@ def _pinned_head(directory: Path, pinned: Any) -> Path:
         raise InputError(f"{directory / 'config.json'} does not say which head it builds on ({e})") from None
     if name not in demo_drafters():
         raise InputError(f"{directory} builds on the head {name!r}, which does not ship with this version")
-    if _sha256(DEMO / name / WEIGHTS) != digest:
+    if directories.sha256(DEMO / name / WEIGHTS) != digest:
         raise InputError(f"{directory} builds on the head {name!r} as another version shipped it")
     return DEMO / name
 
@@ -381,23 +380,9 @@ def _pinned_head(directory: Path, pinned: Any) -> Path:
 def weights_digest(path: Path) -> str:
     """SHA-256 of the files that hold a target's weights, given where `target_path` found it."""
     own = path / WEIGHTS
-    return _sha256(*([path] if path.is_file() else [own] if own.is_file() else sorted(path.glob("*.safetensors"))))
-
-
-def _sha256(*paths: Path) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with checkpoints.file_errors(path), path.open("rb") as file:
-            while piece := file.read(2**24):
-                digest.update(piece)
-    return digest.hexdigest()
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long, a parent that may not be read, a NUL
-        return False
+    return directories.sha256(
+        *([path] if path.is_file() else [own] if own.is_file() else sorted(path.glob("*.safetensors")))
+    )
 
 
 def _dtype_name(target: Target) -> str:
@@ -406,30 +391,3 @@ def _dtype_name(target: Target) -> str:
     if not names:
         raise InputError(f"the target's parameters are {dtype}; known: {', '.join(DTYPES)}")
     return names[0]
-
-
-def _save(directory: Path, config: dict, files: dict[str, Params], dtype) -> None:
-    """All files are written beside their names first, then renamed, the config last."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, params in files.items():
-        host = jax.tree.map(lambda x: jax.device_get(jnp.asarray(x, dtype)), params)
-        parameters.save(directory / f"{name}.new", host)
-    (directory / "config.json.new").write_text(json.dumps(config, indent=2) + "\n")
-    for name in (*files, "config.json"):
-        (directory / f"{name}.new").replace(directory / name)
-
-
-def _config(directory: Path) -> dict:
-    if not (directory / "config.json").is_file():
-        if any(directory.glob("model@*.pt")):
-            command = f"python -m bytejax.conversion {directory} OUT"
-            raise InputError(f"{directory} is a released MtPC drafter, which has to be converted first: {command}")
-        raise InputError(f"{directory} holds no config.json")
-    return checkpoints.read_json(directory / "config.json")
-
-
-def _read_config(directory: Path, expected: str) -> dict:
-    config = _config(directory)
-    if config.get("format") != expected:
-        raise InputError(f"{directory / 'config.json'} is not of format {expected!r}")
-    return config

@@ -15,7 +15,7 @@ from flax import struct
 from bytejax.drafters import eagle_head
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.drafters.eagle_head import EagleConfig
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Block, Target
 from bytejax.parameters import Params
@@ -81,8 +81,7 @@ class Eagle(Drafter):
         """
         config.check(target)
         for name, value, least in (("beam", beam, 1), ("depth", depth, 1), ("nodes", nodes, 2)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"EAGLE: {name} must be an integer of at least {least}, got {value!r}")
+            check_integer(f"EAGLE: {name}", value, least)
         if beam > config.vocab:
             raise InputError(f"EAGLE: beam = {beam} is more than the target's {config.vocab} ids")
         if nodes - 1 > (most := beam + (depth - 1) * beam**2):

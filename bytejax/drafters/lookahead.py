@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter, Prompt
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Block, Target
 from bytejax.models.transformer import Transformer
 
@@ -52,8 +52,7 @@ class Lookahead(Drafter):
         blocks of 10, 30 and 60 rows. Raises InputError.
         """
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"lade: {name} must be an integer of at least {least}, got {value!r}")
+            check_integer(f"lade: {name}", value, least)
         return cls(ngram, window, guesses, from_prompt, target.vocab if target.vocab <= DIRECT else DIRECT)
 
     @property

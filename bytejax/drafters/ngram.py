@@ -11,7 +11,7 @@ from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Block
 
 
@@ -66,8 +66,8 @@ class PromptLookup(Drafter):
             raise InputError(f"unknown rule {rule!r} of prompt lookup; known: {', '.join(RULES)}")
         given = {"longest": longest, "shortest": shortest, "draft_tokens": draft_tokens}
         for name, value in given.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InputError(f"prompt lookup: {name} must be a positive integer, got {value!r}")
+            if value is not None:
+                check_integer(f"prompt lookup: {name}", value, 1)
         chosen = dataclasses.replace(RULES[rule], **{k: v for k, v in given.items() if v is not None})
         if chosen.shortest > chosen.longest:
             raise InputError(f"prompt lookup: shortest = {chosen.shortest} is more than longest = {chosen.longest}")

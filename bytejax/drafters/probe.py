@@ -16,7 +16,7 @@ from bytejax.drafters.base import Draft, Drafter, Prompt
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Block, Target, newest
 from bytejax.models.transformer import Transformer
 
@@ -73,9 +73,8 @@ class Probe(Drafter):
         """budget: rows of a block, masks included: (masks + 1) times the nodes. widths: nodes at each depth, 1 + their
         sum times (masks + 1) must be the budget; None for the dynamic tree. Raises InputError.
         """
-        for name, value, least_value in (("budget", budget, 1), ("masks", masks, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least_value:
-                raise InputError(f"esp: {name} must be a positive integer, got {value!r}")
+        for name, value in (("budget", budget), ("masks", masks)):
+            check_integer(f"esp: {name}", value, 1)
         nodes = budget // (masks + 1)
         if nodes < 2:
             raise InputError(f"esp: budget = {budget} holds no draft; with {masks} masks it must be {2 * (masks + 1)}")

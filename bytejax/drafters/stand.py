@@ -16,7 +16,7 @@ from bytejax.drafters import shapes
 from bytejax.drafters.base import Children, Draft, Drafter, Warp
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Block, Target
 from bytejax.models.transformer import Transformer
 
@@ -66,8 +66,7 @@ class Stand(Drafter):
         (`shapes.likeliest`). Raises InputError.
         """
         for name, value, least in (("budget", budget, 2), ("slots", slots, 1), ("kept", kept, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"stand: {name} must be an integer of at least {least}, got {value!r}")
+            check_integer(f"stand: {name}", value, least)
         longest = len(MULTIPLIERS)
         if not orders or not all(isinstance(n, int) and 1 <= n <= longest for n in orders):
             raise InputError(f"stand: orders are lengths from 1 to {longest}, the longest first, got {orders!r}")

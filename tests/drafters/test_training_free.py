@@ -139,7 +139,7 @@ def test_blocks_are_cut_where_a_target_has_a_border():
     ("source", "options", "message"),
     [
         ("pld", dict(rule="best"), "unknown rule 'best'"),
-        ("pld", dict(draft_tokens=0), "draft_tokens must be a positive integer, got 0"),
+        ("pld", dict(draft_tokens=0), "draft_tokens must be an integer of at least 1, got 0"),
         ("pld", dict(longest=2, shortest=3), "shortest = 3 is more than longest = 2"),
         ("esp", dict(budget=3), "budget = 3 holds no draft; with 1 masks it must be 4"),
         ("esp", dict(budget=5, masks=2), "must be 6"),
