@@ -29,6 +29,7 @@ from bytejax.drafters.model import DraftModel
 from bytejax.errors import InputError, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
+from bytejax.models.layouts import PANEL
 from bytejax.models.transformer import Transformer
 from bytejax.parameters import Params, Table
 
@@ -116,7 +117,8 @@ def load_target(
     def read(target, table, reader, **options):
         form = _LayerForm(type(target), target.config, panels=on_cpu) if unroll else None
         read = parameters.read(table, reader, DTYPES[dtype], layer_form=form, sharding=sharding, **options)
-        return target.replace(params=read)
+        target = target.replace(params=read)
+        return target.unembedding_in_panels(PANEL) if unroll and on_cpu else target
 
     if is_saved_target(path):
         return read(*saved_target(path))
@@ -331,7 +333,7 @@ def fingerprint(target: Transformer) -> str:
     """Tells targets apart, however they are held: a hash of embeddings, last layer and final norm in bfloat16."""
     digest, p = hashlib.sha256(), target.params
     last = target.layer(target.config.layers - 1)
-    for x in (p["embedding"], p["final_norm"], *(last[name] for name in sorted(last))):
+    for x in (target.embedding_table(), p["final_norm"], *(last[name] for name in sorted(last))):
         digest.update(np.asarray(x.astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 

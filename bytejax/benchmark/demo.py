@@ -153,7 +153,8 @@ def acceptance(target: Target, variants: list[Variant], args: argparse.Namespace
     options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_stop": True}
     first = None
     for v in variants:
-        result = generate(target, prompts, drafter=v.load(target), **options, **v.run)
+        drafter = v.load(target)
+        result = generate(target.for_blocks(drafter.block_width), prompts, drafter=drafter, **options, **v.run)
         free = result.stats.from_prompts // len(prompts)
         lengths = np.array([len(row) - free for row in result.ids]) / np.maximum(result.forwards, 1)
         first = lengths if first is None else first
@@ -223,7 +224,10 @@ def cycles(target: Target, variants: list[Variant], args: argparse.Namespace) ->
         sides.append((drafter, v.run))
         sides.append((Constant(drafter.block_width, target.vocab, drafter.target_adapter()), v.run))
 
+    targets = {width: target.for_blocks(width) for width in {drafter.block_width for drafter, _ in sides}}
+
     def timed(prompt, drafter, run):
+        target = targets[drafter.block_width]
         generation = Generation(target, [prompt], drafter=drafter, **options, **run)
         generation.advance(WARM)
         before = time.perf_counter()

@@ -29,7 +29,7 @@ PROGRAMS = 200  # at most so many are kept: each of them has memory of its own
 class Bench:
     """Everything loaded and checked.
 
-    layouts: the target as autoregression is timed with it. drafters: by name. rules: the acceptance rule of each.
+    layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules: the acceptance rule of each.
     questions: those that fit the target's context. left_out: how many did not.
     """
 
@@ -184,7 +184,9 @@ def _job(bench: Bench, side: str, ids: list[int], temperature: float) -> measure
     options = {name: getattr(c, name) for name in names} | {"temperature": temperature}
     if side in bench.layouts:
         return measure.Job(bench.layouts[side], Autoregressive(), [[ids]], options)
-    return measure.Job(bench.target, bench.drafters[side], [[ids]], options | {"accept": bench.rules[side]})
+    drafter = bench.drafters[side]
+    target = bench.layouts[bench.target.layout_for(drafter.block_width)]
+    return measure.Job(target, drafter, [[ids]], options | {"accept": bench.rules[side]})
 
 
 def _in_turns(jobs: dict[str, measure.Job], repeats: int) -> dict[str, Result]:

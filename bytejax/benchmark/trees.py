@@ -87,6 +87,7 @@ def _run(argv: list[str] | None) -> int:
     target = loading.load_target(model)
     options = dict(map(common.option, args.option or ["budget=60"]))
     drafter = loading.load_drafter(args.drafter, target, **options)
+    target = target.for_blocks(drafter.block_width)
     found = overhead(target, drafter, target.tokenizer.encode(PROMPT), args.cycles, args.pairs)
     rows = {"rows": drafter.block_width, "cycles": args.cycles, "pairs": args.pairs}
     said = {"model": model, "drafter": args.drafter, "options": options, **rows, **found, **measure.environment()}

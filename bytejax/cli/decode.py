@@ -87,7 +87,7 @@ def _show(job: measure.Job, console: render.Console, prompts: list[Prompt], stre
     for batch in job.batches:
         printer = render.RowsPrinter(console, tokenizer, titles[: len(batch)], shown[: len(batch)])
         titles, shown = titles[len(batch) :], shown[len(batch) :]
-        for result in stream(job.target, batch, drafter=job.drafter, **job.options):
+        for result in stream(job.laid_out, batch, drafter=job.drafter, **job.options):
             if streaming or "running" not in result.finish_reasons:
                 printer.update(result)
         parts.append(result)

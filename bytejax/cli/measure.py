@@ -1,6 +1,7 @@
 """Runs for `decode.py`: batches put together, drafting timed against autoregression, and the report of both."""
 
 import dataclasses
+import functools
 import os
 import platform
 from collections.abc import Sequence
@@ -20,12 +21,20 @@ from bytejax.models.base import Target
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run. batches: lists of prompts (as ids); options: the other arguments of `generate`."""
+    """What to run.
+
+    target: as it was loaded. batches: lists of prompts (as ids). options: the other arguments of `generate`.
+    """
 
     target: Target
     drafter: Drafter
     batches: list[list[list[int]]]
     options: dict[str, Any]
+
+    @functools.cached_property
+    def laid_out(self) -> Target:
+        """The target in the layout that suits the drafter's blocks, in which it runs."""
+        return self.target.for_blocks(self.drafter.block_width)
 
     @property
     def greedy(self) -> bool:
@@ -50,13 +59,13 @@ class Job:
 
     def run(self) -> Result:
         """All batches, one after the other, as one result."""
-        return merge([generate(self.target, b, drafter=self.drafter, **self.options) for b in self.batches])
+        return merge([generate(self.laid_out, b, drafter=self.drafter, **self.options) for b in self.batches])
 
     def warm_up(self) -> float:
         """Compiles everything `run` needs and runs it once, for one cycle. -> seconds of compilation."""
         seconds = 0.0
         for batch in self.batches:
-            generation = Generation(self.target, batch, drafter=self.drafter, **self.options)
+            generation = Generation(self.laid_out, batch, drafter=self.drafter, **self.options)
             generation.advance(1)
             seconds += generation.result().stats.compile_seconds
         return seconds
@@ -67,9 +76,9 @@ class Comparison:
     """Drafting and autoregression on the same prompts.
 
     drafted, baseline: the run with the median speed of each; the baseline is the fastest of the target's `layouts`.
-    layout: which one it is. layouts: bytes per second of each, the drafted run's own first.
+    layout: which one it is. layouts: bytes per second of each, the one that was loaded first.
     drafted_compile, baseline_compile: seconds.
-    identical: greedy only, else None: whether the ids are those of autoregression with the drafted run's own layout.
+    identical: greedy only, else None: whether the ids are those of autoregression with the layout that was loaded.
     differences: one entry per prompt where they are not. identical_at_same_width: asked only then, of a job that
         `has_a_twin`: whether they are those of autoregression in blocks of the drafter's width, so that every
         difference is one of rounding.

@@ -86,7 +86,7 @@ class Eagle(Drafter):
             raise InputError(f"EAGLE: beam = {beam} is more than the target's {config.vocab} ids")
         if nodes - 1 > (most := beam + (depth - 1) * beam**2):
             raise InputError(f"EAGLE: beam {beam} and depth {depth} try {most} drafts, too few for {nodes} nodes")
-        return cls(params, target.params["embedding"], config, beam, depth, nodes)
+        return cls(params, target.embedding_table(), config, beam, depth, nodes)
 
     @property
     def block_width(self) -> int:

@@ -248,9 +248,26 @@ class Target(struct.PyTreeNode, abc.ABC):
         """
         raise InputError(f"a {type(self).__name__} has no layers to tap")
 
+    @property
+    def layout_names(self) -> tuple[str, ...]:
+        """Memory layouts of the same model that are worth timing one token at a time, its own first."""
+        return ("own",)
+
+    def layout_for(self, rows: int) -> str:
+        """Which of them suits passes over blocks of so many rows."""
+        return self.layout_names[0]
+
+    def in_layout(self, name: str) -> "Target":
+        """The same model in one of its layouts; in its own it is itself."""
+        return self
+
     def layouts(self) -> dict[str, "Target"]:
-        """The same model in the memory layouts worth timing one token at a time, by name; its own first."""
-        return {"own": self}
+        """The same model in all of its layouts, by name."""
+        return {name: self.in_layout(name) for name in self.layout_names}
+
+    def for_blocks(self, rows: int) -> "Target":
+        """The same model in the layout that suits blocks of so many rows (`Drafter.block_width`)."""
+        return self.in_layout(self.layout_for(rows))
 
     def logits(self, ids: jax.Array) -> jax.Array:
         """Next-byte logits at every position of whole sequences. ids [B, T] int32 -> [B, T, V] float32."""

@@ -11,6 +11,10 @@ from bytejax.models.base import Target
 from bytejax.parameters import Table
 
 PANEL = 64  # outputs in one panel of a kernel, measured on CPUs with AVX-512
+FEW = 8  # rows of a pass that are cheaper with panels than without
+FEW_SMALL = 16  # the same where kernels stay in a core's second cache
+SMALL = 2**21  # bytes of such a kernel
+PANELS, WHOLE, STACKED = "panels", "[in, out]", "stacked"
 
 
 class Layered(Target):
@@ -37,6 +41,16 @@ class Layered(Target):
     def layer_table(self) -> Table:
         """Declarations of one layer's parameters."""
 
+    @property
+    def unembedding(self) -> str | None:
+        """Name of the parameter that unembeds and may be in panels: a kernel [D, V], or "embedding"."""
+        return None
+
+    def embedding_table(self) -> jax.Array:
+        """The embeddings of all ids, [V, D], however they are held."""
+        table = self.params["embedding"]
+        return table if table.ndim == 2 else L.without_panels(table).T
+
     def unrolled(self) -> Self:
         """The same model for decoding on CPU: its layers a tuple, kernels that share an input joined in one.
 
@@ -44,24 +58,39 @@ class Layered(Target):
         """
         layers = self.params["layers"]
         if isinstance(layers, tuple):
-            return self._with_layers(tuple(self._map_kernels(L.without_panels, layer) for layer in layers))
+            whole = tuple(self._map_kernels(L.without_panels, layer) for layer in layers)
+            return self._with_layers(whole).unembedding_in_panels(None)
         return self._with_layers(tuple(map(self._join, L.unstack(layers))))
 
     def in_panels(self, columns: int = PANEL) -> Self:
-        """The same model with its layers unrolled and their kernels in panels of so many outputs (`layers.in_panels`).
+        """The same model with its layers unrolled and its kernels in panels of so many outputs (`layers.in_panels`).
 
-        On CPU a single token costs what it does without, a block of a few rows less.
+        On CPU a single token costs what it does without, a block of a few rows less, one of many rows more
+        (`layout_for`).
         """
-        panels = lambda x: L.in_panels(x, columns)
-        layers = self.unrolled().params["layers"]
-        return self._with_layers(tuple(self._map_kernels(panels, layer) for layer in layers))
+        panels, whole = lambda x: L.in_panels(x, columns), self.unrolled()
+        layers = tuple(self._map_kernels(panels, layer) for layer in whole.params["layers"])
+        return whole._with_layers(layers).unembedding_in_panels(columns)
+
+    def unembedding_in_panels(self, columns: int | None) -> Self:
+        """The same model with its unembedding in panels of so many ids; whole where None, or where V is no multiple.
+
+        Embeddings that unembed too are then read out of the panels, so that there is still one copy of them.
+        """
+        name = self.unembedding
+        if (held := self.params.get(name)) is None or held.ndim == (2 if columns is None else 3):
+            return self
+        turned = (lambda x: x.T) if name == "embedding" else (lambda x: x)
+        new = turned(L.without_panels(held)) if columns is None else L.in_panels(turned(held), columns)
+        return self if columns is not None and new.ndim == 2 else self.replace(params=self.params | {name: new})
 
     def stacked(self) -> Self:
         """The same model with its layers stacked, as they are saved and trained."""
         layers = self.params["layers"]
         if not isinstance(layers, tuple):
             return self
-        return self._with_layers(jax.tree.map(lambda *x: jnp.stack(x), *map(self.layer, range(len(layers)))))
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(self.layer, range(len(layers))))
+        return self._with_layers(stacked).unembedding_in_panels(None)
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """One layer's parameters, with the names and shapes of its table, however they are held."""
@@ -74,13 +103,22 @@ class Layered(Target):
             layer |= dict(zip(names, jnp.split(layer[joined], ends, axis=-1), strict=True))
         return {name: layer[name] for name in table}
 
-    def layouts(self) -> dict[str, Self]:
+    @property
+    def layout_names(self) -> tuple[str, ...]:
         layers = self.params["layers"]
         if isinstance(layers, dict):
-            return {"stacked": self}
-        if not any(layers[0][name].ndim == 3 for name in self._kernels(layers[0])):
-            return {"[in, out]": self}
-        return {"panels": self, "[in, out]": self.unrolled()}
+            return (STACKED,)
+        return (PANELS, WHOLE) if any(layers[0][name].ndim == 3 for name in self._kernels(layers[0])) else (WHOLE,)
+
+    def layout_for(self, rows: int) -> str:
+        layers = self.params["layers"]
+        if len(self.layout_names) == 1:
+            return self.layout_names[0]
+        largest = max(layers[0][name].nbytes for name in self._kernels(layers[0]))
+        return PANELS if rows <= (FEW_SMALL if largest <= SMALL else FEW) else WHOLE
+
+    def in_layout(self, name: str) -> Self:
+        return self if name == self.layout_names[0] else self.unrolled()
 
     def _empty_slots(self, shape: tuple[int, ...]):
         """Zeros of one layer's shape for every layer, held as the layers are."""

@@ -142,9 +142,12 @@ class Llama(Transformer):
         return Cache(*pending.kept(cache.lengths, path), cache.lengths + accepted.astype(jnp.int32))
 
     def unembed(self, hidden):
-        if self.config.tied:
-            return L.dense(hidden, self.params["embedding"], transposed=True, dtype=jnp.float32)
-        return L.dense(hidden, self.params["head"], dtype=jnp.float32)
+        kernel = self.params[self.unembedding]
+        return L.dense(hidden, kernel, transposed=self.config.tied and kernel.ndim == 2, dtype=jnp.float32)
+
+    @property
+    def unembedding(self):
+        return "embedding" if self.config.tied else "head"
 
     def _whole(self, ids, adapter=None, taps=()):
         attend = lambda p, q, k, v: causal_attention(q, k, v, ATTENTION_BLOCK)

@@ -81,7 +81,11 @@ class Transformer(Layered):
         """The norm before every part of a layer and after the last one."""
 
     def embed(self, ids):
-        return jnp.take(self.params["embedding"], ids, axis=0)
+        table = self.params["embedding"]
+        if table.ndim == 2:
+            return jnp.take(table, ids, axis=0)
+        columns = table.shape[-1]
+        return table.at[ids // columns, :, ids % columns].get(mode="fill")
 
     def _inputs(self, ids: jax.Array, block: Block | None = None, cache: Any = None) -> jax.Array:
         """What the first layer reads: of texts from their start, or of a block's ids after those of the cache."""

@@ -231,7 +231,7 @@ def own_heads(directory: Path, target: Target) -> jax.Array:
     """[m, v, d]: the target's own unembedding, then the later positions of its multi-byte heads where it has them."""
     if isinstance(target, evabyte.EvaByte):
         return target.params["heads"].reshape(-1, target.vocab, target.width)
-    p = target.params
+    p = target.unembedding_in_panels(None).params
     first = (p["embedding"] if target.config.tied else p["head"].T)[None]
     if not (directory / OWN_HEADS).is_dir():
         return first

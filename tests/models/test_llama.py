@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytejax import InputError, parameters
-from bytejax.models import llama
+from bytejax.models import layouts, llama
 from bytejax.models.base import Block
 from bytejax.tokenizers import ByteTokenizer
 
@@ -21,8 +21,8 @@ CONFIGS = {
 }
 
 
-def make(name, dtype=jnp.float32, seed=0):
-    config = CONFIGS[name]
+def make(name, dtype=jnp.float32, seed=0, **changes):
+    config = dataclasses.replace(CONFIGS[name], **changes)
     target = llama.create(config, jax.random.key(seed), ByteTokenizer(config.vocab, 0, None, (), ()))
     spread = jax.tree.map(lambda x: x * (1 + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)), target.params)
     return target.replace(params=jax.tree.map(lambda x: x.astype(dtype), spread))
@@ -156,14 +156,34 @@ def test_long_prompts_are_attended_in_chunks():
     np.testing.assert_allclose(target.unembed(prefilled.hidden)[0, 0], target.logits(ids)[0, 1274], atol=2e-4)
 
 
-def test_layouts_do_not_change_the_logits():
-    target = make("untied")
+@pytest.mark.parametrize("name", ["untied", "qk norm, tied"])
+def test_layouts_do_not_change_the_logits(name):
+    target = make(name, vocab=32)
     ids = random_ids(target, 2, 20)
     panels = target.in_panels(2)
     np.testing.assert_allclose(panels.logits(ids), target.logits(ids), atol=1e-5)
     assert {x.ndim for x in jax.tree.leaves(panels.params["layers"])} == {1, 3}
-    for layout in (panels.unrolled(), panels.stacked()):
-        np.testing.assert_allclose(layout.logits(ids), target.logits(ids), atol=1e-5)
+    assert panels.params[target.unembedding].ndim == 3
+    np.testing.assert_array_equal(panels.embed(ids), target.embed(ids))
+    np.testing.assert_array_equal(panels.embedding_table(), target.params["embedding"])
+    for form in (panels.unrolled(), panels.stacked()):
+        np.testing.assert_allclose(form.logits(ids), target.logits(ids), atol=1e-5)
+        np.testing.assert_array_equal(form.params[target.unembedding], target.params[target.unembedding])
+
+
+def test_the_layout_suits_the_rows_of_a_block(monkeypatch):
+    stacked = make("untied")
+    assert stacked.for_blocks(60) is stacked
+    panels = stacked.in_panels(2)
+    assert panels.for_blocks(1) is panels.for_blocks(16) is panels
+    assert panels.for_blocks(17).layout_names == ("[in, out]",)
+    monkeypatch.setattr(layouts, "SMALL", 16)  # bytes: its kernels are then large ones
+    assert panels.for_blocks(8) is panels and panels.for_blocks(9).layout_names == ("[in, out]",)
+
+
+def test_ids_that_fill_no_panels_leave_the_unembedding_as_it_is():
+    target = make("qk norm, tied")
+    assert target.in_panels(2).params["embedding"] is target.params["embedding"]
 
 
 def test_bfloat16_stays_close_and_keeps_its_dtype():
