@@ -166,11 +166,11 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
     (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for
     an EvaByte "evabyte", a tree from its prediction heads (options tree, or accuracies and nodes, see
-    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam);
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam, lookup);
     "model", a smaller target with the same ids (options source, as `load_target` takes it, and draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
-        nodes, and beam (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
+        nodes, beam and lookup (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
         layers of their own (see `models.lora.create`). An EAGLE head has beam, depth and nodes (see
         `drafters.eagle.Eagle.create`).
     Parameters get the target's dtype.
@@ -206,11 +206,13 @@ def _circuit_drafter(
     merged: bool = False,
     tree: int | None = None,
     beam: int | None = None,
+    lookup: str | None = None,
 ) -> Drafter:
     if adapters is None and merged:
         raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
     adapter = None if adapters is None else lora.create(adapters, target, merged)
-    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter), tree, beam)
+    chains = CircuitDrafter.create(params, config, draft_tokens, greedy_rule, adapter)
+    return CircuitTree.over(chains, tree, beam, lookup)
 
 
 def _draft_model(target: Target, source: Path | str | None = None, draft_tokens: int = 4) -> DraftModel:

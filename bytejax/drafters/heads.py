@@ -38,7 +38,11 @@ def from_heads(
 
 
 def drafter(
-    target: Target, draft_tokens: int | None = None, tree: int | None = None, beam: int | None = None
+    target: Target,
+    draft_tokens: int | None = None,
+    tree: int | None = None,
+    beam: int | None = None,
+    lookup: str | None = None,
 ) -> Drafter:
     """The target's prediction heads as an FF circuit, and that as a drafter.
 
@@ -46,4 +50,4 @@ def drafter(
     """
     window = target.config.pred_heads if isinstance(target, EvaByte) else 1
     config, params = from_heads(target, circuits.FF(window), jax.random.key(0))
-    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens), tree, beam)
+    return CircuitTree.over(CircuitDrafter.create(params, config, draft_tokens), tree, beam, lookup)

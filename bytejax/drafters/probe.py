@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from bytejax.drafters import shapes
+from bytejax.drafters import combined, shapes
 from bytejax.drafters.base import Draft, Drafter, Prompt
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.shapes import Shape
@@ -133,7 +133,7 @@ class Probe(Drafter):
         return State(embedding, *self._candidates(target, hidden), text)
 
     def propose(self, state, root, keys, warp):
-        ids, parents = self._tree(state, root)
+        ids, parents, there = self._tree(state, root)
         b, n, k = len(root), self.nodes, self.masks
         owners = np.concatenate([np.arange(n)[:, None], n + np.arange(n * k).reshape(n, k)[:, :-1]], axis=1).reshape(-1)
         if isinstance(parents, tuple):
@@ -149,6 +149,9 @@ class Probe(Drafter):
             embeds=shown,
             embeds_mask=jnp.broadcast_to(jnp.arange(n * (1 + k)) >= n, (b, n * (1 + k))),
         )
+        if there is not None:
+            there = jnp.concatenate([there, jnp.repeat(there, k, axis=1)], axis=1)
+            block = block.replace(valid=there, is_draft=block.is_draft & there)
         return Draft(block)
 
     def observe(self, state, target, outcome):
@@ -196,17 +199,19 @@ class Probe(Drafter):
             embedding = jnp.broadcast_to(draw, (len(prompt.ids), len(draw)))
         return embedding.astype(target.embed(prompt.ids[:, :1]).dtype)
 
-    def _tree(self, state: State, root: jax.Array) -> tuple[jax.Array, tuple[int, ...] | jax.Array]:
-        """Ids [B, N] of the nodes, and their parents."""
+    def _tree(self, state: State, root: jax.Array) -> tuple[jax.Array, tuple[int, ...] | jax.Array, jax.Array | None]:
+        """Ids [B, N] of the nodes, their parents, and which of them are there, [B, N] bool; None for all."""
         if self.nodes == 1:
-            return root[:, None], (0,)
+            return root[:, None], (0,), None
         ids, log_probs = self._pruned(state, root)
         if self.shape is not None:
             depths, ranks = np.asarray(self.shape.depths[1:]) - 1, np.asarray(self.shape.ranks[1:])
-            return jnp.concatenate([root[:, None], ids[:, depths, ranks]], axis=1), self.shape.parents
+            return jnp.concatenate([root[:, None], ids[:, depths, ranks]], axis=1), self.shape.parents, None
         if self.masks == 1 and self.lookup is None:
-            return jnp.concatenate([root[:, None], ids[:, 0]], axis=1), (0,) * self.nodes
-        return self._likeliest(ids, log_probs, root, state)
+            return jnp.concatenate([root[:, None], ids[:, 0]], axis=1), (0,) * self.nodes, None
+        found = self._likeliest(ids, log_probs, root, state)
+        front = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
+        return front(found.ids, 0).at[:, 0].set(root), front(found.parents, 0), front(found.valid, True)
 
     def _pruned(self, state: State, root: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The candidates [B, K, N - 1] from the best down, without those that repeat the id before them."""
@@ -220,7 +225,7 @@ class Probe(Drafter):
             root = kept_ids[-1][:, 0]
         return jnp.stack(kept_ids, 1), jnp.stack(kept, 1)
 
-    def _likeliest(self, ids, log_probs, root, state) -> tuple[jax.Array, jax.Array]:
+    def _likeliest(self, ids, log_probs, root, state) -> combined.Nodes:
         """Algorithm 1: the nodes with the largest product of probabilities along their path, after n-gram hits.
 
         A depth's candidates hang from the best one of the depth before, so that a node's product is never above its
@@ -229,27 +234,13 @@ class Probe(Drafter):
         b, k, m = ids.shape
         above = jnp.cumsum(log_probs[:, :, 0], axis=1) - log_probs[:, :, 0]
         scores = (log_probs + above[:, :, None]).reshape(b, k * m)
-        best, chosen = jax.lax.top_k(scores, m)  # of equal ones the first, which is the shallower
+        parents = np.repeat(np.arange(k) * m - m, m)
+        parents = jnp.asarray(np.where(parents < 0, -1, parents), jnp.int32)[None]
+        candidates = combined.Candidates(ids.reshape(b, k * m), parents, scores, k)
         chain, hits = jnp.zeros((b, 0), jnp.int32), jnp.zeros((b,), jnp.int32)
         if self.lookup is not None:
             chain, hits = self.lookup.find(state.text.then(root))
-            chain, hits = chain[:, :m], jnp.minimum(hits, m)
-        rest = m - hits  # nodes that are left
-        chosen = jnp.sort(jnp.where(jnp.arange(m) < rest[:, None], chosen, k * m), axis=1)  # by depth, then by rank
-        depth = chosen // m  # from 0; k where there is no node
-        first = jnp.argmax(depth[:, None, :] == jnp.arange(k)[:, None], axis=-1)  # [B, K], each depth's first node
-        tokens = jnp.take_along_axis(ids.reshape(b, k * m), jnp.minimum(chosen, k * m - 1), axis=1)
-        parent = jnp.take_along_axis(first, jnp.maximum(jnp.minimum(depth, k) - 1, 0), axis=1)
-        parent = jnp.where(depth == 0, 0, 1 + hits[:, None] + parent)
-        place = jnp.arange(m)
-        in_chain = place < hits[:, None]
-        from_tree = jnp.maximum(place - hits[:, None], 0)
-        pick = lambda x: jnp.take_along_axis(x, from_tree, axis=1)
-        chain = jnp.pad(chain, ((0, 0), (0, m - chain.shape[1])))
-        ids = jnp.where(in_chain, chain, pick(tokens))
-        parents = jnp.where(in_chain, place, pick(parent))
-        pad = lambda x, front: jnp.concatenate([front, x.astype(jnp.int32)], axis=1)
-        return pad(ids, root[:, None]), pad(parents, jnp.zeros((b, 1), jnp.int32))
+        return combined.best(candidates, m, chain, hits)
 
 
 def with_lookup(
