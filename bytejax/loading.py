@@ -166,12 +166,12 @@ def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
     "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
     (both in one tree), "lade" (lookahead) and "stand" (n-gram tables), whose options are those of their `create`; for
     an EvaByte "evabyte", a tree from its prediction heads (options tree, or accuracies and nodes, see
-    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam, lookup);
-    "model", a smaller target with the same ids (options source, as `load_target` takes it, and draft_tokens).
+    `drafters.medusa.Medusa.create`), or "heads", the same heads as an FF circuit (options draft_tokens, tree, beam,
+    lookup); "model", a smaller target with the same ids (options source, as `load_target` takes it, and draft_tokens).
 
     options: the drafter's own. A circuit drafter has draft_tokens and greedy_rule (see its `create`), tree, how many
-        nodes, beam and lookup (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into draft
-        layers of their own (see `models.lora.create`). An EAGLE head has beam, depth and nodes (see
+        nodes, beam and lookup (`drafters.circuit_tree`) and, with LoRA, merged: whether the adapters are added into
+        draft layers of their own (see `models.lora.create`). An EAGLE head has beam, depth and nodes (see
         `drafters.eagle.Eagle.create`).
     Parameters get the target's dtype.
     Raises InputError where there is no such drafter, it has no such option, or it cannot serve the target.

@@ -29,7 +29,8 @@ PROGRAMS = 200  # at most so many are kept: each of them has memory of its own
 class Bench:
     """Everything loaded and checked.
 
-    layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules: the acceptance rule of each.
+    layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules: the
+    acceptance rule of each.
     questions: those that fit the target's context. left_out: how many did not.
     """
 

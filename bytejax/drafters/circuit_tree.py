@@ -53,7 +53,7 @@ class CircuitTree(Drafter):
     ) -> "CircuitTree":
         """A drafter of trees over the circuit of one of chains, at most `head.draft_tokens` deep.
 
-        beam: None for as many as can matter, but at most 16. lookup: the rule of an n-gram lookup (`ngram.RULES`), whose
+        beam: None for as many as can matter, but at most 16. lookup: the rule of an n-gram lookup (`ngram.RULES`); its
         hits take at most half of the nodes; None for none. Raises InputError.
         """
         for name, value, least in (("tree", nodes, 2), ("beam", 1 if beam is None else beam, 1)):

@@ -1,4 +1,4 @@
-"""N-gram hits and a drafter's own candidates in one tree: the hits first, the best candidates in the rows that are left.
+"""N-gram hits and a drafter's own candidates in one tree: the hits first, the best candidates in the rows left.
 
 Letters: B batch, T candidates, C ids of a hit, M rows after the root.
 """
