@@ -25,3 +25,17 @@ def check_integer(what: str, value: Any, least: int) -> None:
     """Raises InputError, naming `what`, where a value is no integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{what} must be an integer of at least {least}, got {value!r}")
+
+
+def check_flag(what: str, value: Any) -> None:
+    """Raises InputError, naming `what`, where a value is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{what} must be true or false, got {value!r}")
+
+
+def check_integers(what: str, values: Any, least: int) -> None:
+    """Raises InputError, naming `what`, where values are no list of integers of at least `least`, one or more."""
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(f"{what} must be a list of integers of at least {least}, got {values!r}")
+    for value in values:
+        check_integer(f"each of {what}", value, least)

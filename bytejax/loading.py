@@ -389,6 +389,14 @@ def weights_digest(path: Path) -> str:
     )
 
 
+def drafter_digest(source: Path | str, options: Mapping[str, Any]) -> str | None:
+    """SHA-256 of the weights of a drafter, as `load_drafter` takes it; None for one without."""
+    if str(source) == "model":
+        return weights_digest(target_path(options["source"]))
+    directory = drafter_directory(source)
+    return None if directory is None else directories.sha256(*sorted(directory.glob("*.safetensors")))
+
+
 def _dtype_name(target: Target) -> str:
     dtype = jax.tree.leaves(target.params)[0].dtype
     names = [name for name, known in DTYPES.items() if known == dtype]

@@ -4,7 +4,7 @@ bits: bits per byte of the target on the held-out modules.
 identity: greedy ids of every variant against autoregression of the same block width, and of width 1.
 acceptance: accept length, with a paired 95% interval of its distance from the first variant's; a1 of each head.
 speed: bytes per second of each variant against autoregression in the same run, both alone.
-cycles: time of a cycle beside the same cycle with constant drafts, all variants in turns.
+cycles: time of a cycle beside the same cycle with constant drafts (`benchmark.replayed`), all variants in turns.
 table: latency, accept length and speed of all variants and of autoregression in turns, as Markdown.
 
 A variant is a drafter's name or directory, perhaps with settings: hmm-16, btree-8:bonus=carry,accept=token,
@@ -22,17 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from bytejax import loading
+from bytejax.benchmark import measure
+from bytejax.benchmark.replayed import Replayed
 from bytejax.circuits import head as heads
-from bytejax.cli import common, measure
+from bytejax.cli import common
 from bytejax.decoding.generate import Generation, Result, generate
-from bytejax.drafters.base import Autoregressive, Draft, Drafter
+from bytejax.drafters.base import Autoregressive, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
-from bytejax.errors import InputError
 from bytejax.models import lora
-from bytejax.models.base import Block, Target
+from bytejax.models.base import Target
 from bytejax.training import corpus, data
 from bytejax.training.losses import next_byte_loss
 
@@ -55,54 +55,12 @@ class Variant:
     def parse(cls, spec: str) -> "Variant":
         """From NAME or NAME:key=value,... Raises InputError."""
         name, _, rest = spec.partition(":")
-        settings = {}
-        for item in filter(None, rest.split(",")):
-            key, equals, value = item.partition("=")
-            if not equals:
-                raise InputError(f"variant {spec!r}: {item!r} is not of the form key=value")
-            settings[key] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+        settings = dict(common.option(item, f"variant {spec!r}:") for item in filter(None, rest.split(",")))
         run = {k: v for k, v in settings.items() if k in OF_RUN}
         return cls(spec, name, {k: v for k, v in settings.items() if k not in OF_RUN}, run)
 
     def load(self, target: Target) -> Drafter:
         return loading.load_drafter(self.name, target, **self.drafter)
-
-
-class Constant(Drafter):
-    """Drafts the same bytes always, as if drawn from a uniform law: a cycle's cost without that of drafting."""
-
-    width: int = struct.field(pytree_node=False)
-    vocab: int = struct.field(pytree_node=False)
-    adapter: lora.Adapter | None = None
-
-    @property
-    def block_width(self):
-        return self.width
-
-    def target_adapter(self):
-        return self.adapter
-
-    @property
-    def drafts_first(self):
-        return True
-
-    @property
-    def rules(self):
-        return ("block", "token")
-
-    def init(self, target, prompt):
-        return jnp.zeros((len(prompt.ids), self.width), jnp.int32)
-
-    def propose(self, state, root, keys, warp):
-        block = Block.chain(state if root is None else state.at[:, 0].set(root))
-        drafts = self.width if root is None else self.width - 1
-        if root is None:
-            block = block.replace(is_draft=jnp.ones_like(block.is_draft))
-        law = jnp.full((len(state), drafts, self.vocab), -jnp.log(self.vocab), jnp.float32)
-        return Draft(block, None if warp.greedy else law)
-
-    def observe(self, state, target, outcome):
-        return state
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -201,7 +159,7 @@ def speed(target: Target, variants: list[Variant], args: argparse.Namespace) -> 
         result = measure.compare(job, args.repeats)
         yield {
             "variant": v.spec,
-            "draft_tokens": job.drafter.block_width - 1,
+            "block_rows": job.drafter.block_width,
             "temperature": args.temperature,
             "ratio": result.drafted.stats.tokens_per_second / result.baseline.stats.tokens_per_second,
             "bytes_per_second": result.drafted.stats.tokens_per_second,
@@ -218,17 +176,17 @@ def cycles(target: Target, variants: list[Variant], args: argparse.Namespace) ->
     """Per variant: milliseconds of a cycle, and of the same cycle with constant drafts; medians of pairs in turns."""
     prompts = held_out_prompts(args.prompts)
     options = {"max_new_tokens": 10_000, "temperature": args.temperature, "ignore_stop": True}
+    start = lambda prompt, drafter, run: Generation(
+        targets[target.layout_for(drafter.block_width)], [prompt], drafter=drafter, **options, **run
+    )
+    drafters = [v.load(target) for v in variants]
+    targets = {name: target.in_layout(name) for name in {target.layout_for(d.block_width) for d in drafters}}
     sides = []
-    for v in variants:
-        drafter = v.load(target)
-        sides.append((drafter, v.run))
-        sides.append((Constant(drafter.block_width, target.vocab, drafter.target_adapter()), v.run))
-
-    targets = {width: target.for_blocks(width) for width in {drafter.block_width for drafter, _ in sides}}
+    for v, drafter in zip(variants, drafters, strict=True):
+        sides += [(drafter, v.run), (Replayed.of(drafter, start(prompts[0], drafter, v.run)), v.run)]
 
     def timed(prompt, drafter, run):
-        target = targets[drafter.block_width]
-        generation = Generation(target, [prompt], drafter=drafter, **options, **run)
+        generation = start(prompt, drafter, run)
         generation.advance(WARM)
         before = time.perf_counter()
         generation.advance(TIMED)
@@ -265,7 +223,7 @@ def table(target: Target, variants: list[Variant], args: argparse.Namespace) -> 
     for _ in range(args.repeats):
         for job, results in zip(jobs, runs, strict=True):
             results.append(job.run())
-    medians = [sorted(r, key=lambda x: x.stats.tokens_per_second)[len(r) // 2].stats for r in runs]
+    medians = [measure.median(r).stats for r in runs]
     baseline = max(medians[: len(layouts)], key=lambda s: s.tokens_per_second)
     jobs, medians = [alone, *jobs[len(layouts) :]], [baseline, *medians[len(layouts) :]]
     yield "| circuit | n | r | LoRA layers | bonus | ms per pass | bytes per pass | bytes/s | speed-up |"

@@ -48,7 +48,7 @@ def accuracies(
             text[: len(row) + len(new)] = row + new
             found = np.asarray(_ranks(target, text))
             for d in range(depths):
-                of_depth = found[len(row) - 1 : len(row) + len(new) - d - 2, d]
+                of_depth = found[len(row) - 1 : max(len(row) - 1, len(row) + len(new) - d - 2), d]
                 asked[d] += len(of_depth)
                 right[d] += (of_depth[:, None] == np.arange(ranks)).sum(0)
     if not asked.all():

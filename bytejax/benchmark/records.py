@@ -36,8 +36,8 @@ class File:
     def open(cls, path: Path, header: Record, drafters: Mapping[str, Record]) -> "File":
         """Reads what a run before has left; a line that it did not finish counts for nothing.
 
-        drafters: their settings by name. Raises InputError for a file that is none of ours, and where header or the
-        settings of a drafter are others.
+        drafters: what their records must have, by name: "settings" and "weights_sha256". Raises InputError for a file
+        that is none of ours, and where the header or something of a drafter is another.
         """
         if not path.exists():
             return cls(path, header, [], 0)
@@ -45,16 +45,18 @@ class File:
             data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         rows = [_row(line, path, number) for number, line in enumerate(whole.splitlines(), 1)]
-        if not rows:
-            return cls(path, header, [], 0)
-        if rows[0].get("format") != FORMAT:
+        ours = rows[0].get("format") == FORMAT if rows else _line(header).startswith(data)
+        if not ours:
             raise InputError(f"{path} is no file of benchmark results; give another out")
+        if not rows:  # not even its first line was finished
+            return cls(path, header, [], 0)
         changed = _changes(rows[0], header)
         for number, row in enumerate(rows[1:], 2):
             if missing := {"temperature", "question_id", "category", "drafter", "settings", "tokens"} - row.keys():
                 raise InputError(f"{path}, line {number} is no result: it has no {', '.join(sorted(missing))}")
-            if row["settings"] != (wanted := drafters.get(row["drafter"], row["settings"])):
-                changed[f"drafters.{row['drafter']}"] = f"{row['settings']} -> {wanted}"
+            for name, wanted in drafters.get(row["drafter"], {}).items():
+                if row.get(name) != wanted:
+                    changed[f"drafters.{row['drafter']}.{name}"] = f"{row.get(name)} -> {wanted}"
         if changed:
             how = ", ".join(f"{name}: {change}" for name, change in changed.items())
             raise InputError(f"{path} was made with other settings ({how}); give another out, or remove it")

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bytejax import loading
-from bytejax.benchmark import spec_bench
+from bytejax.benchmark import measure, spec_bench
 from bytejax.benchmark.config import RULE, SOURCE, Config
 from bytejax.benchmark.records import FORMAT, Key, Record
 from bytejax.benchmark.spec_bench import Question
-from bytejax.cli import measure
 from bytejax.decoding import generate
 from bytejax.decoding.generate import Generation, Result, checked_rule
 from bytejax.drafters.base import Autoregressive, Drafter
@@ -29,8 +28,8 @@ PROGRAMS = 200  # at most so many are kept: each of them has memory of its own
 class Bench:
     """Everything loaded and checked.
 
-    layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules: the
-    acceptance rule of each.
+    layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules,
+        weights: the acceptance rule of each, and the hash of its weights.
     questions: those that fit the target's context. left_out: how many did not.
     """
 
@@ -39,6 +38,7 @@ class Bench:
     layouts: dict[str, Target]
     drafters: dict[str, Drafter]
     rules: dict[str, str]
+    weights: dict[str, str | None]
     questions: list[Question]
     left_out: int
 
@@ -49,7 +49,7 @@ class Bench:
         sources = [entry[SOURCE] for entry in config.drafters.values()]
         unroll = True if any(map(loading.needs_unrolled, sources)) else None
         target = loading.load_target(config.target, config.dtype, unroll)
-        layouts, drafters, rules = target.layouts(), {}, {}
+        layouts, drafters, rules, weights = target.layouts(), {}, {}, {}
         for name, entry in config.drafters.items():
             options = {k: v for k, v in entry.items() if k not in (SOURCE, RULE)}
             with input_errors_of(f"{where}: drafters.{name}"):
@@ -57,6 +57,7 @@ class Bench:
                     raise InputError("this is what the target calls a layout of its own; give it another name")
                 drafters[name] = loading.load_drafter(entry[SOURCE], target, **options)
                 rules[name] = checked_rule(entry.get(RULE), "condition", drafters[name])
+                weights[name] = loading.drafter_digest(entry[SOURCE], options)
         fits = lambda q: _fits(spec_bench.prompt(target.tokenizer, q.turns[:1], ()), target, config)
         questions = [q for q in asked if fits(q)]
         if not questions:
@@ -64,7 +65,7 @@ class Bench:
                 f"{config.questions}: no question leaves room for max_new_tokens={config.max_new_tokens} "
                 f"in the target's context of {target.context}"
             )
-        return cls(config, target, layouts, drafters, rules, questions, len(asked) - len(questions))
+        return cls(config, target, layouts, drafters, rules, weights, questions, len(asked) - len(questions))
 
     def header(self) -> Record:
         """What every record depends on, and with what names it was asked for."""
@@ -81,6 +82,10 @@ class Bench:
             "cores": environment["cores"],
         }
         return {"format": FORMAT, "target": c.target, "questions": c.questions, "settings": settings}
+
+    def made_of(self, name: str) -> Record:
+        """What a drafter's results depend on beside the header: its entry, and the hash of its weights if any."""
+        return {"settings": self.config.drafters[name], "weights_sha256": self.weights[name]}
 
     def keys(self) -> list[Key]:
         """What there is to measure."""
@@ -128,7 +133,7 @@ def ask(bench: Bench, question: Question, temperature: float, names: list[str]) 
         {
             **asked,
             "drafter": name,
-            "settings": bench.config.drafters[name],
+            **bench.made_of(name),
             "rule": bench.rules[name],
             "prompt_ids": lengths,
             **_figures(measure.merge(turns[name]), baseline),

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     config = _only(configs.load(args.bench, args.overrides, given), args.drafter)
     common.use_compilation_cache()
     bench = runner.Bench.load(config, args.bench)
-    file = records.File.open(Path(config.out), bench.header(), config.drafters)
+    file = records.File.open(Path(config.out), bench.header(), {name: bench.made_of(name) for name in bench.drafters})
     found = _measured(bench, file)
     rows = summaries(found, config.temperatures, list(bench.drafters))
     if args.json:

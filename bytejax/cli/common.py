@@ -58,11 +58,11 @@ def number(kind: Callable[[str], float], least: float, most: float = math.inf, a
     return parse
 
 
-def option(text: str) -> tuple[str, Any]:
-    """A drafter's option, KEY=VALUE; a value that is no JSON is a string."""
+def option(text: str, where: str = "--option") -> tuple[str, Any]:
+    """A drafter's option, KEY=VALUE; a value that is no JSON is a string. where: what the message begins with."""
     name, _, value = text.partition("=")
     if not (name and value):
-        raise InputError(f"--option {text!r} is not of the form KEY=VALUE")
+        raise InputError(f"{where} {text!r} is not of the form KEY=VALUE")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

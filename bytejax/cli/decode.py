@@ -11,7 +11,8 @@ from typing import Any
 
 import bytejax
 from bytejax import loading
-from bytejax.cli import bench, common, measure, render
+from bytejax.benchmark import measure
+from bytejax.cli import bench, common, render
 from bytejax.decoding.accept import NAMES
 from bytejax.decoding.generate import Result, checked_rule, stream
 from bytejax.decoding.loop import BONUS
@@ -111,7 +112,8 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     settings = {
         "target": args.target,
         "drafter": source,
-        "draft_tokens": drafter.block_width - 1,
+        "draft_tokens": drafter.block_width - 1 if drafter.proposes_chains else None,
+        "block_rows": drafter.block_width,
         "options": chosen,
         "greedy_rule": getattr(drafter, "greedy_rule", None),
         "dtype": args.dtype,

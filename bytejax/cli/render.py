@@ -150,7 +150,7 @@ def comparison(console: Console, report: Mapping[str, Any]) -> None:
         _line(console, f"first difference in {at}; the two likeliest ids are {difference['gap']:.1e} apart there")
     if report["identical_at_same_width"] is not None:
         same = str(report["identical_at_same_width"]).lower()
-        _line(console, f"identical to autoregression in blocks of {settings['draft_tokens'] + 1} rows: {same}")
+        _line(console, f"identical to autoregression in blocks of {settings['block_rows']} rows: {same}")
 
 
 def _name(source: str) -> str:

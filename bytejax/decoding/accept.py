@@ -37,7 +37,7 @@ class Verdict(struct.PyTreeNode):
 
     kept: [B] int32, drafts that stay. law: [B, V] float32, log-weights of the next byte, not always normalised; or
         None, where the byte has been chosen already, bonus [B] int32.
-    path: [B, N] int32, the block's rows that stay, root first, then anything; None for the first ones of a chain.
+    path: [B, nodes] int32, the block's rows that stay, root first, then anything; None for the first ones of a chain.
     """
 
     kept: jax.Array

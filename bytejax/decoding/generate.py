@@ -166,7 +166,9 @@ class Generation:
         self._decode_seconds += time.perf_counter() - begin - compiling
 
     def proposal(self) -> Draft:
-        """What the next cycle would verify, for those who want to look at a drafter's trees."""
+        """What the drafter would propose now, for those who want to look at its trees. Not cut to the target's room,
+        and the widest one where it has a `fallback`.
+        """
         state, rules = self._state, self._rules
         root = state.root if rules.bonus == "condition" else None
         keys = loop.drafting_keys(state)

@@ -98,7 +98,7 @@ def start(
     zeros = jnp.zeros((b,), jnp.int32)
     state = State(
         cache=cache,
-        draft=drafter.init(target, Prompt(ids, lengths, extended, cache, capacity)),
+        draft=drafter.init(target, Prompt(ids, lengths, extended, cache, rules.warp, capacity)),
         root=zeros,
         law=law,
         keys=keys,
@@ -127,7 +127,7 @@ def start(
 def run(target: Target, drafter: Drafter, rules: Rules, state: State, max_cycles: jax.Array) -> State:
     """Runs cycles until every row has ended, at most `max_cycles` [] int32 of them.
 
-    Where the drafter has a fallback, it takes the cycles in which no running row's draft is worth more. Each of the two
+    Where the drafter has a fallback, it takes the cycles in which no running row's draft is worth more. Each of them
     has a loop of its own within the loop: XLA would copy the caches into the branches of a conditional.
     """
     drafters = _with_fallbacks(drafter) if rules.bonus == "condition" else [drafter]
@@ -191,7 +191,7 @@ def cycle(target: Target, drafter: Drafter, rules: Rules, state: State) -> State
     rows = jnp.where(active, verdict.kept + rooted, 0)
     state = state.replace(
         cache=target.commit(state.cache, extended.pending, path, rows),
-        draft=drafter.observe(state.draft, target, Outcome(draft, extended, laws, path, rows)),
+        draft=drafter.observe(state.draft, target, Outcome(draft, extended, laws, rules.warp, path, rows)),
         forwards=state.forwards + active,
         drafted=state.drafted + jnp.where(active, block.is_draft.sum(-1, dtype=jnp.int32), 0),
         accepted=state.accepted + jnp.minimum(verdict.kept, kept),
@@ -281,9 +281,10 @@ def _process(target: Target, drafter: Drafter, rules: Rules, state: State, bonus
         block = Block.chain(bonus[:, None])
         extended = target.extend(block, state.cache, drafter.target_adapter(), drafter.taps)
         laws, path, accepted = _laws(target, rules, extended.hidden), jnp.zeros_like(block.ids), rows.astype(jnp.int32)
+        outcome = Outcome(Draft(block), extended, laws, rules.warp, path, accepted)
         return state.replace(
             cache=target.commit(state.cache, extended.pending, path, accepted),
-            draft=drafter.observe(state.draft, target, Outcome(Draft(block), extended, laws, path, accepted)),
+            draft=drafter.observe(state.draft, target, outcome),
             law=jnp.where(rows[:, None], laws[:, 0], state.law),
             forwards=state.forwards + rows,
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Block, Extended, Target
 
 
@@ -17,6 +18,9 @@ class Warp(Protocol):
     """How logits become a distribution (temperature, truncation, banned ids); see `decoding.logits.Warp`."""
 
     greedy: bool
+
+    def masked(self, logits: jax.Array) -> jax.Array:
+        """Logits with banned ids at -inf, without ids beyond the target's. [..., V'] -> [..., V]."""
 
     def log_probs(self, logits: jax.Array) -> jax.Array:
         """Normalised float32 log-probabilities over ids. [..., V] -> [..., V]."""
@@ -54,13 +58,15 @@ class Prompt(struct.PyTreeNode):
     """What a drafter starts from.
 
     ids: [B, T] int32, padded on the right. lengths: [B] int32. extended: features of the last position, the tap
-        "inner" of all. cache: the target's, with the prompts committed. capacity: how many positions a text can have.
+        "inner" of all. cache: the target's, with the prompts committed. warp: the target's distribution. capacity: how
+        many positions a text can have.
     """
 
     ids: jax.Array
     lengths: jax.Array
     extended: Extended
     cache: Any
+    warp: Warp
     capacity: int = struct.field(pytree_node=False)
 
 
@@ -68,19 +74,20 @@ class Outcome(struct.PyTreeNode):
     """What a pass over a block has shown.
 
     draft: as it was verified. extended: the features of every row. laws: [B, nodes, V] float32, what the target says
-        after every row that may be emitted: log-probabilities, or logits in greedy decoding.
-    path: [B, N] int32, accepted: [B] int32, as in `Target.commit`.
+        after every row that may be emitted: log-probabilities, or logits in greedy decoding. warp: what made them.
+    path: [B, nodes] int32, accepted: [B] int32, as in `Target.commit`.
     """
 
     draft: Draft
     extended: Extended
     laws: jax.Array
+    warp: Warp
     path: jax.Array
     accepted: jax.Array
 
     @property
     def ids(self) -> jax.Array:
-        """[B, N] int32: the path's ids, of which the first `accepted` were committed."""
+        """[B, nodes] int32: the path's ids, of which the first `accepted` were committed."""
         return jnp.take_along_axis(self.draft.block.ids, self.path, axis=1)
 
 
@@ -127,7 +134,9 @@ class Drafter(struct.PyTreeNode, abc.ABC):
         return ()
 
     def check(self, target: Target) -> None:
-        """Raises InputError where the drafter cannot serve the target."""
+        """Raises InputError where the drafter cannot serve the target; here, where that does not take its blocks."""
+        if not (self.proposes_chains or target.takes_trees):
+            raise InputError(f"the drafter proposes trees, and a {type(target).__name__} takes only chains")
 
     @abc.abstractmethod
     def init(self, target: Target, prompt: Prompt) -> Any:
@@ -153,6 +162,12 @@ class Autoregressive(Drafter):
     """
 
     width: int = struct.field(pytree_node=False, default=1)
+
+    @classmethod
+    def create(cls, width: int = 1) -> "Autoregressive":
+        """Raises InputError for a width below 1."""
+        check_integer("width", width, 1)
+        return cls(width)
 
     @property
     def block_width(self) -> int:

@@ -66,6 +66,7 @@ class CircuitDrafter(Drafter):
         return self.draft_tokens + 1
 
     def check(self, target: Target) -> None:
+        super().check(target)
         if self.config.width != target.width:
             raise InputError(
                 f"the head takes features of width {self.config.width}, the target has {target.width}: it belongs to "

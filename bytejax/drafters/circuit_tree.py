@@ -60,10 +60,7 @@ class CircuitTree(Drafter):
             check_integer(name, value, least)
         if head.draft_tokens < 1:
             raise InputError("a head with a window of 1 drafts nothing, and so no tree")
-        found = None
-        if lookup is not None:
-            found = PromptLookup.create(lookup)
-            found = PromptLookup.create(lookup, draft_tokens=max(1, min(found.draft_tokens, (nodes - 1) // 2)))
+        found = None if lookup is None else PromptLookup.create(lookup).within(nodes)
         return cls(head, nodes, min(nodes - 1, BEAM) if beam is None else beam, found)
 
     @classmethod
@@ -85,6 +82,7 @@ class CircuitTree(Drafter):
         return False
 
     def check(self, target):
+        super().check(target)
         self.head.check(target)
         most = sum(level_sizes(self.head.block_width, target.vocab, self.beam))
         if self.nodes > most:
@@ -112,8 +110,7 @@ class CircuitTree(Drafter):
             front = lambda one, rest: jnp.concatenate([one[:, :1], rest], axis=1)
             ids, parents, possible = map(front, (ids, parents, possible), found)
             places = min(max(places, self.lookup.draft_tokens + 1), self.nodes)
-        block = Block.tree(ids, parents, levels=places)
-        return Draft(block.replace(valid=possible, is_draft=block.is_draft & possible))
+        return Draft(Block.tree(ids, parents, levels=places, valid=possible))
 
     def observe(self, state, target, outcome):
         text = None if state.text is None else state.text.append(outcome)

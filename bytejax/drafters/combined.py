@@ -13,13 +13,13 @@ class Candidates(NamedTuple):
     """Nodes that may follow a root, parents before their children.
 
     ids: [B, T] int32. parents: [B, T] or [1, T] int32, -1 for the root. scores: [B, T], never above the parent's; -inf
-    for no node. levels: at most so many of them lie on one path.
+    for no node. depth: at most so many of them lie on one path.
     """
 
     ids: jax.Array
     parents: jax.Array
     scores: jax.Array
-    levels: int
+    depth: int
 
 
 class Nodes(NamedTuple):
@@ -42,7 +42,7 @@ def best(candidates: Candidates, count: int, chain: jax.Array, hits: jax.Array) 
     first, above = parents < 0, jnp.maximum(parents, 0)
     of_parent = lambda x: jnp.take_along_axis(x, above, axis=1)
     depth, held = jnp.zeros_like(parents), jnp.zeros((b, t), bool)
-    for _ in range(candidates.levels):
+    for _ in range(candidates.depth):
         depth = jnp.where(first, 0, of_parent(depth) + 1)
         same = (depth < hits) & (ids == jnp.take_along_axis(chain, jnp.minimum(depth, m - 1), axis=1))
         held = same & (first | of_parent(held))

@@ -101,6 +101,7 @@ class Eagle(Drafter):
         return self.config.taps
 
     def check(self, target: Target) -> None:
+        super().check(target)
         self.config.check(target)
 
     def init(self, target, prompt):

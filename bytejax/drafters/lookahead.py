@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter, Prompt
-from bytejax.errors import InputError, check_integer
+from bytejax.errors import check_flag, check_integer
 from bytejax.models.base import Block, Target
-from bytejax.models.transformer import Transformer
 
 DIRECT = 4096  # up to so many ids have a place of their own in the pool
 
@@ -53,6 +52,7 @@ class Lookahead(Drafter):
         """
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             check_integer(f"lade: {name}", value, least)
+        check_flag("lade: from_prompt", from_prompt)
         return cls(ngram, window, guesses, from_prompt, target.vocab if target.vocab <= DIRECT else DIRECT)
 
     @property
@@ -62,10 +62,6 @@ class Lookahead(Drafter):
     @property
     def proposes_chains(self) -> bool:
         return False
-
-    def check(self, target: Target) -> None:
-        if not isinstance(target, Transformer):
-            raise InputError(f"lade needs a tree of attention layers, which a {type(target).__name__} has not")
 
     def init(self, target, prompt):
         b, w, rows = len(prompt.ids), self.columns, self.size - 1
@@ -84,9 +80,8 @@ class Lookahead(Drafter):
         good = (guesses >= 0) & own[:, None]
         probes = state.window.reshape(b, -1)[:, 1:]
         ids = jnp.concatenate([root[:, None], jnp.where(good, guesses, 0), probes], axis=1)
-        block = Block.tree(ids, self._parents(), nodes=1 + guesses.shape[1])
         valid = jnp.concatenate([jnp.ones((b, 1), bool), good, jnp.ones(probes.shape, bool)], axis=1)
-        return Draft(block.replace(valid=valid, is_draft=block.is_draft & valid))
+        return Draft(Block.tree(ids, self._parents(), nodes=1 + guesses.shape[1], valid=valid))
 
     def observe(self, state, target, outcome):
         """The head is applied to the window's last row alone; its ids are arg-maxes, however the text is drawn."""
@@ -95,7 +90,7 @@ class Lookahead(Drafter):
         if n == 2:  # the window's only row begins with the root
             root = outcome.extended.hidden[:, :1]
             last = jnp.concatenate([root, outcome.extended.hidden[:, self.block_width - (w - 1) :]], axis=1)
-        new = jnp.argmax(target.unembed(last), axis=-1).astype(jnp.int32)
+        new = jnp.argmax(outcome.warp.masked(target.unembed(last)), axis=-1).astype(jnp.int32)
         root = outcome.draft.block.ids[:, 0]
         window = state.window.at[:, 0, 0].set(root)
         grown = jnp.concatenate([window, new[:, None]], axis=1)  # [B, L, W], each column an n-gram

@@ -20,9 +20,9 @@ from bytejax.errors import InputError
 from bytejax.models.base import Block, Target, newest
 from bytejax.models.evabyte import EvaByte
 
-Children = tuple[tuple[int, ...], ...]
+Branching = tuple[tuple[int, ...], ...]
 
-TREES: dict[str, Children] = {  # those of the release, by the number of nodes beside the root
+TREES: dict[str, Branching] = {  # those of the release, by the number of nodes beside the root
     "tree95": (
         (10,),
         (10, 8, 2, 2, 1, 1),
@@ -78,9 +78,10 @@ class Medusa(Drafter):
         return False
 
     def check(self, target: Target) -> None:
+        super().check(target)
         if not isinstance(target, EvaByte):
             raise InputError(f"the drafter reads prediction heads, which a {type(target).__name__} has not")
-        depths, heads = self.shape.levels, target.config.pred_heads
+        depths, heads = self.shape.depth, target.config.pred_heads
         if depths >= heads:
             raise InputError(f"a tree of depth {depths} needs {depths + 1} prediction heads; the target has {heads}")
         if self.shape.most_children > target.vocab:
@@ -101,5 +102,5 @@ class Medusa(Drafter):
 
     def _best(self, target: EvaByte, hidden: jax.Array) -> jax.Array:
         """hidden [B, D] -> [B, depths, ranks]."""
-        logits = target.all_logits(hidden)[:, 1 : 1 + self.shape.levels]
+        logits = target.all_logits(hidden)[:, 1 : 1 + self.shape.depth]
         return jax.lax.top_k(logits, self.shape.most_children)[1]

@@ -68,6 +68,7 @@ class DraftModel(Drafter):
         return ("block", "token", "match")
 
     def check(self, target: Target) -> None:
+        super().check(target)
         ours, theirs = self.model.tokenizer, target.tokenizer
         names = f"{type(ours).__name__} of {self.model.vocab} ids", f"{type(theirs).__name__} of {target.vocab} ids"
         if self.model.vocab < target.vocab:

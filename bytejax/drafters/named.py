@@ -26,10 +26,10 @@ class Recipe:
 
 
 NAMED = {
-    "none": Recipe(Autoregressive),
+    "none": Recipe(Autoregressive.create),
     "pld": Recipe(PromptLookup.create, of_bytes={"rule": "bytes"}),
-    "esp": Recipe(Probe.create),
-    "pld+esp": Recipe(with_lookup, of_bytes={"rule": "bytes"}),
+    "esp": Recipe(Probe.create, of_bytes={"prune": False}),
+    "pld+esp": Recipe(with_lookup, of_bytes={"rule": "bytes", "prune": False}),
     "lade": Recipe(Lookahead.create, for_target=True),
     "stand": Recipe(Stand.create, of_bytes={"orders": (8, 6, 5, 4)}),
     "evabyte": Recipe(Medusa.create),

@@ -73,6 +73,11 @@ class PromptLookup(Drafter):
             raise InputError(f"prompt lookup: shortest = {chosen.shortest} is more than longest = {chosen.longest}")
         return cls(chosen, chosen.draft_tokens)
 
+    def within(self, nodes: int) -> "PromptLookup":
+        """The same, with drafts for at most half of a tree of so many nodes, the root included."""
+        fewer = max(1, min(self.draft_tokens, (nodes - 1) // 2))
+        return PromptLookup(dataclasses.replace(self.rule, draft_tokens=fewer), fewer)
+
     @property
     def block_width(self) -> int:
         return self.draft_tokens + 1

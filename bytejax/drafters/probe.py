@@ -12,13 +12,12 @@ import numpy as np
 from flax import struct
 
 from bytejax.drafters import combined, shapes
-from bytejax.drafters.base import Draft, Drafter, Prompt
+from bytejax.drafters.base import Draft, Drafter, Prompt, Warp
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_integer
+from bytejax.errors import InputError, check_flag, check_integer, check_integers
 from bytejax.models.base import Block, Target, newest
-from bytejax.models.transformer import Transformer
 
 STARTS = ("mean", "last", "gaussian", "mu+5", "mu+10")
 LAST = 8  # prompt embeddings that "last" averages
@@ -65,7 +64,7 @@ class Probe(Drafter):
         masks: int = 1,
         widths: list[int] | None = None,
         rate: float = 0.1,
-        prune: bool = False,
+        prune: bool = True,
         start: str = "mean",
         least: float = 0.0,
         lookup: PromptLookup | None = None,
@@ -75,6 +74,7 @@ class Probe(Drafter):
         """
         for name, value in (("budget", budget), ("masks", masks)):
             check_integer(f"esp: {name}", value, 1)
+        check_flag("esp: prune", prune)
         nodes = budget // (masks + 1)
         if nodes < 2:
             raise InputError(f"esp: budget = {budget} holds no draft; with {masks} masks it must be {2 * (masks + 1)}")
@@ -85,10 +85,11 @@ class Probe(Drafter):
             raise InputError(f"esp: unknown start {start!r}; known: {', '.join(STARTS)}")
         shape = None
         if widths is not None:
+            check_integers("esp: widths", widths, 1)
             shape = shapes.spine(widths)
-            if shape.nodes != nodes or shape.levels > masks:
+            if shape.nodes != nodes or shape.depth > masks:
                 raise InputError(
-                    f"esp: widths {list(widths)} make {shape.nodes} nodes of {shape.levels} levels; a budget of "
+                    f"esp: widths {list(widths)} make {shape.nodes} nodes of {shape.depth} levels; a budget of "
                     f"{budget} with {masks} masks has {nodes} of at most {masks}"
                 )
             if lookup is not None:
@@ -110,8 +111,7 @@ class Probe(Drafter):
         return min(max(self.masks, chain), self.nodes - 1)
 
     def check(self, target: Target) -> None:
-        if not isinstance(target, Transformer):
-            raise InputError(f"esp puts masks into a tree of attention layers, which a {type(target).__name__} has not")
+        super().check(target)
         if self.candidates + self.prune > target.vocab:
             raise InputError(f"esp: a tree of {self.nodes} nodes is wider than the target's {target.vocab} ids")
 
@@ -119,7 +119,7 @@ class Probe(Drafter):
         return self.replace(nodes=1, shape=None) if self.nodes > 1 and self.least > 0 else None
 
     def worth(self, state, root):
-        good = state.log_probs[:, 0, 0] >= jnp.log(self.least)
+        good = self._pruned(state, root)[1][:, 0, 0] >= jnp.log(self.least)
         return good if self.lookup is None else good | self.lookup.worth(state.text, root)
 
     def init(self, target, prompt):
@@ -130,7 +130,7 @@ class Probe(Drafter):
         block = block.replace(is_draft=jnp.zeros_like(block.is_draft), embeds=shown, embeds_mask=jnp.ones((b, k), bool))
         hidden = target.extend(block, prompt.cache).hidden
         text = None if self.lookup is None else Text.of(prompt, self.nodes)
-        return State(embedding, *self._candidates(target, hidden), text)
+        return State(embedding, *self._candidates(target, hidden, prompt.warp), text)
 
     def propose(self, state, root, keys, warp):
         ids, parents, there = self._tree(state, root)
@@ -145,13 +145,11 @@ class Probe(Drafter):
             jnp.pad(ids, ((0, 0), (0, n * k))),
             parents,
             nodes=n,
+            valid=None if there is None else jnp.concatenate([there, jnp.repeat(there, k, axis=1)], axis=1),
             levels=self.longest + 1 if n > 1 else 1,
             embeds=shown,
             embeds_mask=jnp.broadcast_to(jnp.arange(n * (1 + k)) >= n, (b, n * (1 + k))),
         )
-        if there is not None:
-            there = jnp.concatenate([there, jnp.repeat(there, k, axis=1)], axis=1)
-            block = block.replace(valid=there, is_draft=block.is_draft & there)
         return Draft(block)
 
     def observe(self, state, target, outcome):
@@ -159,17 +157,16 @@ class Probe(Drafter):
         k, rows, accepted = self.masks, outcome.extended.hidden, outcome.accepted
         masks = rows[:, self.nodes :].reshape(len(rows), self.nodes, k, -1)
         hidden = newest(masks, outcome.path, accepted, masks[:, 0])
-        some = (accepted > 0)[:, None, None]
+        some, found = (accepted > 0)[:, None, None], self._candidates(target, hidden, outcome.warp)
         ids, log_probs = (
-            jnp.where(some, new, old)
-            for new, old in zip(self._candidates(target, hidden), (state.ids, state.log_probs), strict=True)
+            jnp.where(some, new, old) for new, old in zip(found, (state.ids, state.log_probs), strict=True)
         )
         text = None if state.text is None else state.text.append(outcome)
         return State(self._followed(state.embedding, target, outcome), ids, log_probs, text)
 
-    def _candidates(self, target: Target, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _candidates(self, target: Target, hidden: jax.Array, warp: Warp) -> tuple[jax.Array, jax.Array]:
         """Best ids of each mask and their log-probabilities. hidden [B, K, D] -> [B, K, M] each."""
-        logits = target.unembed(hidden)
+        logits = warp.masked(target.unembed(hidden))
         best, ids = jax.lax.top_k(logits, self.candidates + self.prune)
         return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -247,7 +244,7 @@ def with_lookup(
     budget: int = 30,
     masks: int = 1,
     rate: float = 0.1,
-    prune: bool = False,
+    prune: bool = True,
     start: str = "mean",
     least: float = 0.0,
     rule: str = "tokens",
@@ -256,7 +253,8 @@ def with_lookup(
     draft_tokens: int | None = None,
 ) -> Probe:
     """N-gram hits first, and the rest of one tree from the masks. Options as in `Probe.create` and
-    `PromptLookup.create`.
+    `PromptLookup.create`; hits take at most half of the nodes unless draft_tokens says how many.
     """
     lookup = PromptLookup.create(rule, longest, shortest, draft_tokens)
-    return Probe.create(budget, masks, None, rate, prune, start, least, lookup)
+    alone = Probe.create(budget, masks, None, rate, prune, start, least)
+    return alone.replace(lookup=lookup if draft_tokens is not None else lookup.within(alone.nodes))

@@ -29,7 +29,7 @@ class Shape:
         return len(self.parents)
 
     @property
-    def levels(self) -> int:
+    def depth(self) -> int:
         """Levels below the root."""
         return self.depths[-1]
 

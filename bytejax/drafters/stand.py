@@ -16,9 +16,8 @@ from bytejax.drafters import shapes
 from bytejax.drafters.base import Children, Draft, Drafter, Warp
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_integer
+from bytejax.errors import InputError, check_flag, check_integer, check_integers
 from bytejax.models.base import Block, Target
-from bytejax.models.transformer import Transformer
 
 # What trees are made from unless told better: a next rank is right a fifth as often, few chains are longer than 12.
 ACCURACIES = tuple(tuple(0.62 * 0.97**d * 0.22**r for r in range(6)) for d in range(12))
@@ -67,9 +66,10 @@ class Stand(Drafter):
         """
         for name, value, least in (("budget", budget, 2), ("slots", slots, 1), ("kept", kept, 1)):
             check_integer(f"stand: {name}", value, least)
-        longest = len(MULTIPLIERS)
-        if not orders or not all(isinstance(n, int) and 1 <= n <= longest for n in orders):
-            raise InputError(f"stand: orders are lengths from 1 to {longest}, the longest first, got {orders!r}")
+        check_flag("stand: from_prompt", from_prompt)
+        check_integers("stand: orders", orders, 1)
+        if max(orders) > (longest := len(MULTIPLIERS)):
+            raise InputError(f"stand: orders are lengths from 1 to {longest}, got {orders!r}")
         shape = shapes.likeliest(ACCURACIES if accuracies is None else accuracies, budget)
         if shape.most_children > kept:
             raise InputError(f"stand: a node of the tree has {shape.most_children} children, a slot keeps {kept} ids")
@@ -88,8 +88,7 @@ class Stand(Drafter):
         return ("recursive", "match")
 
     def check(self, target: Target) -> None:
-        if not isinstance(target, Transformer):
-            raise InputError(f"stand needs a tree of attention layers, which a {type(target).__name__} has not")
+        super().check(target)
         if self.kept > target.vocab:
             raise InputError(f"stand: kept = {self.kept} is more than the target's {target.vocab} ids")
 
@@ -120,7 +119,7 @@ class Stand(Drafter):
         ids, valid = root[:, None], jnp.ones((b, 1), bool)
         laws = Children(jnp.zeros((b, shape.nodes, m), jnp.int32), jnp.full((b, shape.nodes, m), -jnp.inf))
         depths, ranks, parents = (np.asarray(x) for x in (shape.depths, shape.ranks, shape.parents))
-        for depth in range(shape.levels):
+        for depth in range(shape.depth):
             rows = np.flatnonzero(depths == depth)
             known, log_probs = jax.vmap(self._look_up, (None, 1), 1)(state.tables, context[:, rows])
             order = jnp.argsort(-self._perturbed(log_probs, keys, depth, warp), axis=-1)
@@ -132,8 +131,7 @@ class Stand(Drafter):
             valid = jnp.concatenate([valid, valid[:, parents[below]] & jnp.isfinite(log_probs[:, *at])], axis=1)
             grown = jnp.concatenate([known[:, *at][..., None], context[:, parents[below], :-1]], axis=-1)
             context = context.at[:, below].set(grown)
-        block = Block.tree(ids, shape.parents)
-        return Draft(block.replace(valid=valid, is_draft=block.is_draft & valid), children=laws)
+        return Draft(Block.tree(ids, shape.parents, valid=valid), children=laws)
 
     def observe(self, state, target, outcome):
         """Learns from the committed rows, one after the other, and only as many as there are."""

@@ -24,7 +24,7 @@ class Block(struct.PyTreeNode):
 
     ids: [B, N] int32.
     parents: [B, N] int32; the root is its own parent.
-    valid: [B, N] bool; a valid row has a valid parent.
+    valid: [B, N] bool, False for rows that are there only to fill the block; a valid row has a valid parent.
     is_draft: [B, N] bool; False for the root and for rows that are processed but never emitted (masks, windows).
     embeds, embeds_mask: [B, N, D] and [B, N] bool, or None: rows whose input is an embedding instead of an id.
     static_parents: parents where they are the same in every row and known when compiling, else None. Masks and depths
@@ -63,19 +63,28 @@ class Block(struct.PyTreeNode):
         )
 
     @classmethod
-    def tree(cls, ids: jax.Array, parents: tuple[int, ...] | jax.Array, nodes: int | None = None, **fields) -> "Block":
-        """Root and drafts in a tree, all of them valid; rows from `nodes` on are probes.
+    def tree(
+        cls,
+        ids: jax.Array,
+        parents: tuple[int, ...] | jax.Array,
+        nodes: int | None = None,
+        valid: jax.Array | None = None,
+        **fields,
+    ) -> "Block":
+        """Root and drafts in a tree; rows from `nodes` on are probes.
 
-        ids [B, N]; parents: the same for all rows and known when compiling, or an array [B, N]; fields: others.
+        ids [B, N]; parents: the same for all rows and known when compiling, or an array [B, N]; valid [B, N] bool, None
+        for all; fields: others.
         """
         static = parents if isinstance(parents, tuple) else None
         row = jnp.arange(ids.shape[1])
         draft = (row > 0) & (row < (ids.shape[1] if nodes is None else nodes))
+        valid = jnp.ones(ids.shape, bool) if valid is None else valid
         return cls(
             ids=ids,
             parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), ids.shape),
-            valid=jnp.ones(ids.shape, bool),
-            is_draft=jnp.broadcast_to(draft, ids.shape),
+            valid=valid,
+            is_draft=valid & draft,
             static_parents=static,
             nodes=nodes,
             **fields,
@@ -132,7 +141,7 @@ class Block(struct.PyTreeNode):
 def newest(rows: jax.Array, path: jax.Array, accepted: jax.Array, before: jax.Array) -> jax.Array:
     """The last accepted row of every row of the batch; `before` [B, ...] where none was.
 
-    rows [B, N, ...], of a block; path [B, N] and accepted [B] as in `Target.commit` -> [B, ...].
+    rows [B, N, ...], of a block; path [B, nodes] and accepted [B] as in `Target.commit` -> [B, ...].
     """
     spread = lambda x: x.reshape(-1, *(1,) * (before.ndim - 1))
     last = jnp.take_along_axis(path, jnp.maximum(accepted - 1, 0)[:, None], axis=1)
@@ -159,9 +168,11 @@ class Target(struct.PyTreeNode, abc.ABC):
 
     Every cache is a pytree of fixed shapes with a field `lengths` [B] int32: the committed positions of each row.
     extras: further fields, saved in files of their own: the name, and a class with `save(path)` and `load(path)`.
+    takes_trees: whether a block may be any tree, and have rows that are embeddings; else only a chain of ids.
     """
 
     extras: ClassVar[dict[str, Any]] = {}
+    takes_trees: ClassVar[bool] = False
 
     params: Any
     config: Any = struct.field(pytree_node=False)
@@ -213,8 +224,8 @@ class Target(struct.PyTreeNode, abc.ABC):
 
     @abc.abstractmethod
     def commit(self, cache: Any, pending: Any, path: jax.Array, accepted: jax.Array) -> Any:
-        """Keeps the first `accepted` [B] rows of `path` [B, N] (indices of block rows, root first) and forgets the
-        rest.
+        """Keeps the first `accepted` [B] rows of `path` [B, nodes] (indices of block rows, root first) and forgets
+        the rest.
 
         accepted 0 leaves a row of the batch as it was.
         """

@@ -190,9 +190,12 @@ def write_rows(slots: jax.Array, rows: jax.Array, starts: jax.Array, axis: int) 
 
 
 def read_rows(slots: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """The rows index [B, N] of a cache, for each row of the batch; slots and axis as in `write_rows`."""
+    """The rows index [B, N] of a cache, for each row of the batch; slots and axis as in `write_rows`.
+
+    Beyond the last slot it is the last one: a row that has ended may stand there.
+    """
     index = jnp.tile(index, (slots.shape[0] // index.shape[0], 1)) if slots.ndim == 3 else index[0]
-    return jnp.take_along_axis(slots, jnp.expand_dims(index, -3 - axis), axis)
+    return jnp.take_along_axis(slots, jnp.expand_dims(index, -3 - axis), axis, mode="clip")
 
 
 def over_layers(function: Callable, *caches: Any) -> Any:
@@ -206,7 +209,7 @@ def over_layers(function: Callable, *caches: Any) -> Any:
 
 
 def keep_path(k: Any, v: Any, starts: jax.Array, path: jax.Array) -> tuple[Any, Any]:
-    """Moves the rows of a path [B, N] to the front of the block that begins at slots `starts` [B], in every layer.
+    """Moves the rows of a path [B, nodes] to the front of the block that begins at slots `starts` [B], in every layer.
 
     k, v: as caches hold them, stacked or one by one.
     """

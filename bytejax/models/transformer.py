@@ -72,6 +72,8 @@ class Pending(struct.PyTreeNode):
 class Transformer(Layered):
     """A target of attention layers with a feed-forward part each."""
 
+    takes_trees = True
+
     @abc.abstractmethod
     def _qkv(self, p: dict, x: jax.Array, positions: jax.Array, adapters: dict | None, first: int) -> tuple:
         """Of one layer: q [B, T, K*G, H]; k, v [B, T, K, H]. adapters, first: see `layers.dense_with`."""

@@ -8,12 +8,13 @@ from bytejax.benchmark.records import FORMAT, File, key
 from bytejax.errors import InputError
 
 HEADER = {"format": FORMAT, "target": "t", "settings": {"seed": 0, "max_new_tokens": 8}}
-DRAFTERS = {"a": {"drafter": "none"}}
+NONE, PLD = ({"settings": {"drafter": name}, "weights_sha256": None} for name in ("none", "pld"))
+DRAFTERS = {"a": NONE}
 
 
 def record(question, drafter="a", **changes):
     row = {"temperature": 0.0, "question_id": question, "category": "qa", "drafter": drafter, "tokens": 3}
-    return row | {"settings": DRAFTERS["a"]} | changes
+    return row | NONE | changes
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def test_an_unfinished_line_counts_for_nothing(path, cut):
 
 
 def test_more_drafters_are_no_other_settings(path):
-    assert len(File.open(path, HEADER, DRAFTERS | {"b": {"drafter": "pld"}}).found) == 2
-    assert len(File.open(path, HEADER, {"b": {"drafter": "pld"}}).found) == 2
+    assert len(File.open(path, HEADER, DRAFTERS | {"b": PLD}).found) == 2
+    assert len(File.open(path, HEADER, {"b": PLD}).found) == 2
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,8 @@ def test_more_drafters_are_no_other_settings(path):
     [
         ({"settings": {"seed": 0, "max_new_tokens": 9}}, DRAFTERS, "max_new_tokens: 8 -> 9"),
         ({"settings": {"seed": 0}}, DRAFTERS, "max_new_tokens: 8 -> None"),
-        ({}, {"a": {"drafter": "pld"}}, "drafters.a: {'drafter': 'none'} -> {'drafter': 'pld'}"),
+        ({}, {"a": PLD}, "drafters.a.settings: {'drafter': 'none'} -> {'drafter': 'pld'}"),
+        ({}, {"a": NONE | {"weights_sha256": "ab"}}, "drafters.a.weights_sha256: None -> ab"),
     ],
 )
 def test_other_settings_are_refused(path, header, drafters, said):
@@ -70,6 +72,8 @@ def test_other_settings_are_refused(path, header, drafters, said):
     ("text", "said"),
     [
         ("{}\n", "is no file of benchmark results"),
+        ('{"notes": 1}', "is no file of benchmark results"),
+        ("a line without an end", "is no file of benchmark results"),
         ("[1]\n", "line 1 is not a JSON object"),
         (json.dumps(HEADER) + "\nx\n", "line 2 is not JSON"),
         (json.dumps(HEADER) + '\n{"temperature": 0}\n', "line 2 is no result: it has no category, drafter"),

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import bytejax
-from bytejax.benchmark import runner, spec_bench
-from bytejax.cli import decode, measure
+from bytejax.benchmark import measure, runner, spec_bench
+from bytejax.cli import decode
 from tests.cli.helpers import is_refused
 
 TOKENS = 8
@@ -69,6 +69,7 @@ def test_a_record_per_temperature_question_and_drafter(measured, saved):
         assert set(layouts) == {"panels", "[in, out]"} and min(s["decode_seconds"] for s in layouts.values()) > 0
         assert r["ratio"] == r["tokens_per_second"] / max(s["tokens_per_second"] for s in layouts.values())
         assert r["tokens_per_second"] == pytest.approx((r["tokens"] - turns) / r["decode_seconds"])
+        assert (r["weights_sha256"] is None) == (r["drafter"] == "nothing")
         if r["drafter"] == "nothing":
             assert r["accept_length"] == 1 and r["kept"] == [] and r["drafted"] == 0
     assert max(r["accept_length"] for r in records) > 1
@@ -127,6 +128,13 @@ def test_the_rest_of_an_interrupted_run_is_measured(measured, bench, config, tmp
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == measured
 
 
+def test_results_of_other_weights_are_refused(measured, bench, tmp_path):
+    """A head trained anew in the same place."""
+    old = [r | {"weights_sha256": "0" * 64} if r.get("drafter") == "head" else r for r in measured]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in old))
+    is_refused(*bench("--out", tmp_path / "out.jsonl"), "drafters.head.weights_sha256: 0000")
+
+
 def test_a_difference_is_told_with_its_gap(measured, bench, config, tmp_path):
     changed = [dict(r) for r in measured]
     changed[2] |= {"identical": False, "differences": [{"turn": 1, "position": 5, "gap": 1e-5}]}
@@ -178,7 +186,7 @@ def test_tables_for_people_and_in_markdown(measured, bench):
         (["--json", "--markdown"], ["exclude each other"]),
         (["--temperature", "1"], ["unrecognized arguments: --temperature"]),
         (["seed=3"], ["was made with other settings (seed: 0 -> 3)", "out.jsonl"]),
-        (["drafters.head.draft_tokens=3"], ["other settings (drafters.head: ", "'draft_tokens': 3"]),
+        (["drafters.head.draft_tokens=3"], ["other settings (drafters.head.settings: ", "'draft_tokens': 3"]),
     ],
 )
 def test_wrong_input_ends_in_one_line(measured, bench, flags, words):

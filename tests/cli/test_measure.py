@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bytejax.cli import measure, render
+import bytejax
+from bytejax.benchmark import measure
+from bytejax.cli import render
 from bytejax.decoding.generate import Result, Stats, row_keys
 from bytejax.decoding.logits import make_warp
 from bytejax.decoding.loop import noise
 from bytejax.drafters.base import Autoregressive
+from bytejax.models import layouts
 from tests.cli.helpers import generated
 
 
@@ -93,9 +96,25 @@ def test_a_difference_is_told_with_its_gap_and_the_width_that_settles_it():
     result = Result([[1]], [""], ["length"], [[False]], [4], stats)
     found = [{"prompt": 0, "position": 7, "gap": 1e-5}]
     comparison = measure.Comparison(result, result, "[in, out]", {"[in, out]": 90.0}, 0.0, 0.0, False, found, True)
-    settings = {"verify": "on", "bonus": "condition", "repeats": 1, "drafter": "d", "draft_tokens": 4}
+    settings = {"verify": "on", "bonus": "condition", "repeats": 1, "drafter": "d", "block_rows": 5}
     out = io.StringIO()
     render.comparison(render.Console(file=out, width=100), measure.report(None, comparison, settings))
     assert "identical: false\n" in out.getvalue()
     assert "prompt 0, new byte 7; the two likeliest ids are 1.0e-05 apart" in out.getvalue()
     assert "identical to autoregression in blocks of 5 rows: true" in out.getvalue()
+
+
+def test_only_cycles_of_one_width_have_a_twin(loaded):
+    """Autoregression in blocks of a drafter's width makes the same passes only where every cycle has that width."""
+    target, head = loaded
+    twin = lambda drafter, **options: measure.Job(target, drafter, [[[1]]], {"temperature": 0.0} | options).has_a_twin
+    assert twin(head) and not twin(head, bonus="carry")
+    assert not twin(bytejax.load_drafter("pld", target)) and not twin(bytejax.load_drafter("esp", target, budget=6))
+
+
+def test_drafting_runs_in_the_layout_that_suits_its_blocks(loaded, monkeypatch):
+    target, head = loaded
+    monkeypatch.setattr(layouts, "FEW_SMALL", head.block_width - 1)
+    job = measure.Job(target, head, [[[1, 2]]], {"temperature": 0.0, "ignore_stop": False, "max_new_tokens": 6})
+    assert job.laid_out.layout_names == ("[in, out]",) and job.autoregressive().laid_out is target
+    assert list(measure.compare(job, repeats=1).layouts) == ["panels", "[in, out]"]

@@ -14,6 +14,7 @@ from scipy import stats
 import bytejax
 from bytejax.decoding import accept, loop
 from bytejax.decoding import generate as generate_module
+from bytejax.drafters.stand import Stand
 from tests.decoding.tiny import Oracle, Tree, bordered, make_drafter, make_target
 
 PROMPT, LENGTH, DRAWS, BATCH = [1, 0, 2, 2], 4, 100_000, 25_000
@@ -23,6 +24,7 @@ LORA = ("cp lora", "btree lora")  # heads on a draft stream of their own
 CERTAIN = "certain"  # a drafter that does not sample
 TREE = "tree"  # the same, proposing trees
 BORDERED = "cp bordered"  # a target that cuts blocks
+STAND = ("stand", "stand bordered")  # children drawn without replacement from tables that the text fills
 SETTINGS = {"plain": dict(temperature=1.0), "warped": dict(temperature=0.7, top_p=0.9)}
 KINDS = (*NAMES, *FED, *LORA)
 ALL = [(name, rule, bonus) for name in KINDS for rule in accept.RULES for bonus in ("condition", "carry", "standard")]
@@ -30,6 +32,7 @@ SHORT = [(name, "block", "condition") for name in (*NAMES, *FED, "btree lora", B
 SHORT += [(name, "match", "condition") for name in (CERTAIN, TREE, "cp")] + [(CERTAIN, "match", "carry")]
 SHORT += [("cp", "token", "condition"), ("btree fed", "token", "carry"), ("btree", "block", "standard")]
 SHORT += [("hmm fed 2", "block", "carry"), ("cp lora", "block", "carry")]
+SHORT += [(name, "recursive", "condition") for name in STAND]
 EVERYTHING = [(*case, setting) for case in dict.fromkeys([*ALL, *SHORT]) for setting in SETTINGS]
 EVERY_TIME = [(*case, list(SETTINGS)[i % 2]) for i, case in enumerate(SHORT)]  # each in one setting, by turns
 LEVEL = 0.001 / (len({*ALL, *SHORT}) + 1) / len(SETTINGS)
@@ -42,6 +45,10 @@ def make_pair(name):
         return target, Oracle(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=3)
     if name == TREE:
         return target, Tree(truth=jnp.tile(jnp.asarray([[0, 1, 2, 1, 1, 0]]), (BATCH, 1)), width=6)
+    if name in STAND:
+        shares = [[0.6, 0.3, 0.1], [0.5, 0.3], [0.4]]
+        drafter = Stand.create(budget=7, orders=[2, 1], slots=8, kept=3, accuracies=shares)
+        return (bordered(target) if name.endswith("bordered") else target), drafter
     if name == BORDERED:
         return bordered(target), make_drafter(target, "cp", window=4, rank=2, scale=40.0)
     circuit, *rest = name.split()

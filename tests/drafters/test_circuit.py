@@ -25,7 +25,7 @@ def test_proposals_are_the_conditionals_after_what_was_accepted(case, accepted):
     target, params, config, drafter = case
     old, hidden = jnp.ones((2, 24)), jnp.arange(2 * 4 * 24.0).reshape(2, 4, 24) % 7 - 3
     block, path = Block.chain(jnp.zeros((2, 4), jnp.int32)), jnp.tile(jnp.arange(4), (2, 1))
-    outcome = Outcome(Draft(block), Extended(hidden, {}, None), None, path, jnp.array([accepted, 2]))
+    outcome = Outcome(Draft(block), Extended(hidden, {}, None), None, None, path, jnp.array([accepted, 2]))
     state = drafter.observe(old, target, outcome)
     features = jnp.stack([hidden[0, accepted - 1] if accepted else old[0], hidden[1, 1]])
     np.testing.assert_array_equal(state, features)

@@ -49,8 +49,8 @@ def test_hits_come_first_and_no_path_takes_two_rows(seed):
     array = lambda i, dtype: jnp.asarray(np.asarray([t[i] for t in trees], dtype))
     candidates = combined.Candidates(array(2, "i4"), array(0, "i4"), array(1, "f4"), max(t[3] for t in trees))
     count = 7
-    got = jax.jit(lambda c, chain, hits: combined.best(c._replace(levels=candidates.levels), count, chain, hits))(
-        candidates._replace(levels=0), jnp.asarray(chain), jnp.asarray(hits)
+    got = jax.jit(lambda c, chain, hits: combined.best(c._replace(depth=candidates.depth), count, chain, hits))(
+        candidates._replace(depth=0), jnp.asarray(chain), jnp.asarray(hits)
     )
     for row, (parents, scores, ids, _) in enumerate(trees):
         held = [tuple(chain[row, : d + 1].tolist()) for d in range(min(hits[row], count))]

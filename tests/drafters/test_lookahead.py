@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bytejax.decoding.logits import make_warp
 from bytejax.drafters.base import Draft, Outcome, Prompt
 from bytejax.drafters.lookahead import Lookahead
 from bytejax.models.base import Extended
@@ -12,7 +13,7 @@ from tests.decoding.tiny import make_target
 
 def start(drafter, target, rows, spare=8):
     ids, lengths = jnp.asarray(rows), jnp.asarray([len(row) for row in rows])
-    return drafter.init(target, Prompt(ids, lengths, None, None, ids.shape[1] + spare))
+    return drafter.init(target, Prompt(ids, lengths, None, None, None, ids.shape[1] + spare))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,11 @@ def test_a_cycle_completes_ngrams_and_shifts_the_window():
     block = drafter.propose(state, jnp.asarray([9, 9]), None, None).block
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, block.width, 24)), jnp.float32)
     path = jnp.zeros((2, block.nodes), jnp.int32)
-    outcome = lambda n: Outcome(Draft(block), Extended(hidden, {}, None), None, path, jnp.asarray([n, 1]))
+    common = int(jnp.argmax(target.unembed(hidden[0, -1])))  # banned, it does not come into the window
+    warp = make_warp(target.vocab, 0.0, 0, 1.0, [common])
+    outcome = lambda n: Outcome(Draft(block), Extended(hidden, {}, None), None, warp, path, jnp.asarray([n, 1]))
     after = drafter.observe(state, target, outcome(1))
-    new = jnp.argmax(target.unembed(hidden[:, -3:]), -1)
+    new = jnp.argmax(target.unembed(hidden[:, -3:]).at[..., common].set(-jnp.inf), -1)
     window = state.window.at[:, 0, 0].set(9)
     assert after.window.tolist() == jnp.stack([window[:, 1], new], 1).tolist()
     for column in range(3):

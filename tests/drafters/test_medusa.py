@@ -81,7 +81,7 @@ def test_every_cycle_is_the_references_step(name, tree, key):
         for row, s in enumerate(stored):
             if number >= len(s["new_per_step"]):
                 continue
-            columns = min(drafter.shape.levels + 1, room[row])
+            columns = min(drafter.shape.depth + 1, room[row])
             within = depths < columns
             if s["tree_tokens"] is not None:
                 assert s["positions_considered"][number] == columns

@@ -27,7 +27,7 @@ def state_of(ids, probs, text=None):
     [([4], 1, 10), ([14], 1, 30), ([29], 1, 60), ([7, 2], 2, 30), ([15, 4], 2, 60), ([15, 10, 4], 3, 120)],
 )
 def test_blocks_have_the_papers_sizes_and_order(widths, masks, rows):
-    drafter = Probe.create(rows, masks, widths)
+    drafter = Probe.create(rows, masks, widths, prune=False)
     nodes = 1 + sum(widths)
     assert (drafter.block_width, drafter.nodes) == (rows, nodes)
     m = drafter.candidates
@@ -49,7 +49,7 @@ def test_blocks_have_the_papers_sizes_and_order(widths, masks, rows):
 
 
 def test_the_dynamic_tree_has_the_largest_products():
-    drafter = Probe.create(18, 2)  # six nodes
+    drafter = Probe.create(18, 2, prune=False)  # six nodes
     p1, p2 = [0.5, 0.2, 0.15, 0.05, 0.01], [0.6, 0.3, 0.05, 0.02, 0.01]
     state = state_of([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], [p1, p2])
     block = drafter.propose(state, jnp.asarray([0]), None, GREEDY).block
@@ -58,11 +58,12 @@ def test_the_dynamic_tree_has_the_largest_products():
 
 
 def test_hits_come_first_and_masks_have_the_rest():
-    drafter = with_lookup(budget=12, longest=2, draft_tokens=3)
+    drafter = with_lookup(budget=12, longest=2, draft_tokens=3, prune=False)
     text = Text(jnp.asarray([[5, 6, 7, 8, 1, 5, 0, 0, 0, 0, 0, 0]]), jnp.asarray([6]))
     state = state_of([[1, 2, 3, 4, 9]], [[0.5, 0.2, 0.1, 0.05, 0.01]], text)
     block = drafter.propose(state, jnp.asarray([6]), None, GREEDY).block
     assert block.ids[0, :6].tolist() == [6, 7, 8, 1, 1, 2] and block.parents[0, :6].tolist() == [0, 0, 1, 2, 0, 0]
+    assert with_lookup(budget=12, rule="bytes").lookup.draft_tokens == 2  # of five
     block = drafter.propose(state, jnp.asarray([0]), None, GREEDY).block  # nothing matches
     assert block.ids[0, :6].tolist() == [0, 1, 2, 3, 4, 9] and block.parents[0, :6].tolist() == [0] * 6
 
@@ -72,17 +73,13 @@ def test_repeats_are_passed_over():
     state = state_of([[8, 3, 2, 1], [3, 8, 5, 1]], [[0.4, 0.3, 0.2, 0.1]] * 2)
     ids = drafter.propose(state, jnp.asarray([8]), None, GREEDY).block.ids
     assert ids[0, :4].tolist() == [8, 3, 2, 8]  # 8 repeats the root; then 3 repeats its parent
-    assert Probe.create(12, 2, [2, 1]).propose(state, jnp.asarray([8]), None, GREEDY).block.ids[0, :4].tolist() == [
-        8,
-        8,
-        3,
-        3,
-    ]
+    ids = Probe.create(12, 2, [2, 1], prune=False).propose(state, jnp.asarray([8]), None, GREEDY).block.ids
+    assert ids[0, :4].tolist() == [8, 8, 3, 3]
 
 
 def test_the_embedding_follows_every_committed_id_in_order():
     target, rate = make_target(), 0.3
-    drafter = Probe.create(12, 2, rate=rate)
+    drafter = Probe.create(12, 2, rate=rate, prune=False)
     ids = jnp.asarray([[3, 9, 4, 0], [5, 0, 0, 0], [1, 2, 3, 4]])
     accepted = jnp.asarray([3, 1, 0])
     before = jax.random.normal(jax.random.key(0), (3, 24))
@@ -90,7 +87,8 @@ def test_the_embedding_follows_every_committed_id_in_order():
     path = jnp.broadcast_to(jnp.arange(4), (3, 4))
     hidden = jax.random.normal(jax.random.key(1), (3, 12, 24))
     state = State(before, jnp.zeros((3, 2, 3), jnp.int32), jnp.zeros((3, 2, 3)), None)
-    after = drafter.observe(state, target, Outcome(Draft(block), Extended(hidden, {}, None), None, path, accepted))
+    outcome = Outcome(Draft(block), Extended(hidden, {}, None), None, GREEDY, path, accepted)
+    after = drafter.observe(state, target, outcome)
     for row, count in enumerate(accepted.tolist()):
         want = before[row]
         for i in ids[row, :count].tolist():
@@ -106,9 +104,9 @@ def test_masks_after_the_prompt_say_what_they_would_say_in_the_text():
     """A mask is a position whose embedding is the prompt's mean: the same numbers as from a target with such an id."""
     target = make_target()
     ids, lengths = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), jnp.asarray([5, 3])
-    drafter = Probe.create(8, 2, rate=0.0)
+    drafter = Probe.create(8, 2, rate=0.0, prune=False)
     extended, cache = target.prefill(ids, lengths, target.init_cache(2, 32, 8))
-    state = drafter.init(target, Prompt(ids, lengths, extended, cache, 32))
+    state = drafter.init(target, Prompt(ids, lengths, extended, cache, GREEDY, 32))
     for row, n in enumerate(lengths.tolist()):
         text = ids[row, :n]
         mean = target.params["embedding"][text].mean(0)
@@ -126,7 +124,7 @@ def test_other_first_embeddings(start):
     target = make_target()
     ids = jax.random.randint(jax.random.key(0), (1, 12), 0, 23)
     extended, cache = target.prefill(ids, jnp.asarray([12]), target.init_cache(1, 32, 8))
-    state = Probe.create(8, start=start).init(target, Prompt(ids, jnp.asarray([12]), extended, cache, 32))
+    state = Probe.create(8, start=start).init(target, Prompt(ids, jnp.asarray([12]), extended, cache, GREEDY, 32))
     table = target.params["embedding"]
     want = {"last": table[ids[0, -8:]].mean(0), "mu+5": table.mean(0) + 5 * table.std(0)}
     if start in want:

@@ -52,7 +52,7 @@ def test_the_likeliest_tree_of_certain_candidates_is_their_chain():
 
 def test_there_may_be_fewer_nodes_than_asked_for():
     shape = shapes.likeliest([[0.5, 0.2], [0.1]], 50)
-    assert set(paths_of(shape)) == {(), (0,), (1,), (0, 0), (1, 0)} and shape.levels == 2 and shape.most_children == 2
+    assert set(paths_of(shape)) == {(), (0,), (1,), (0, 0), (1, 0)} and shape.depth == 2 and shape.most_children == 2
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_accuracies_that_make_no_tree(accuracies, nodes, message):
 def test_paths_in_any_order_make_a_tree():
     shape = shapes.from_paths([[1], [0, 0], (0,), [], [1, 0], [1, 1]])
     assert paths_of(shape) == [(), (0,), (1,), (0, 0), (1, 0), (1, 1)]
-    assert shape.parents == (0, 0, 0, 1, 2, 2) and (shape.nodes, shape.levels, shape.most_children) == (6, 2, 2)
+    assert shape.parents == (0, 0, 0, 1, 2, 2) and (shape.nodes, shape.depth, shape.most_children) == (6, 2, 2)
     assert shape == shapes.from_children([[2], [1, 2]])
     assert shapes.spine([3, 2]) == shapes.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
 

