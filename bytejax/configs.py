@@ -48,7 +48,7 @@ def structured(kind: type[Config], values: Any, where: str) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(kind), values)
         missing = sorted(k for k in OmegaConf.missing_keys(merged))
         if missing:
-            raise InputError(f"{where}: missing {', '.join(missing)}")
+            raise InputError(f"{where}: missing {', '.join(missing)}; give {missing[0]}=VALUE")
         return OmegaConf.to_object(merged)
     except omegaconf.errors.OmegaConfBaseException as e:
         raise InputError(f"{where}: {_explain(e, kind, values)}") from None

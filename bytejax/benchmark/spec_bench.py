@@ -38,6 +38,9 @@ class Question:
 
 def read(path: Path) -> list[Question]:
     """All questions of a question.jsonl, in its order. Raises InputError naming the line at fault."""
+    if not path.exists():
+        where = "it is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
+        raise InputError(f"{path}: no such file of Spec-Bench questions; {where}, and --questions says where it lies")
     with checkpoints.file_errors(path):
         lines = path.read_bytes().splitlines()
     found: dict[int | str, Question] = {}

@@ -32,6 +32,9 @@ def asked_for(argv: Sequence[str]) -> bool:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command. -> exit status. Raises InputError."""
+    if {"-h", "--help"}.intersection(argv):  # also in the place of the config
+        _parser().print_help()
+        return 0
     args = _parser().parse_intermixed_args(argv)
     if args.json and args.markdown:
         raise InputError("--json and --markdown exclude each other")
@@ -57,7 +60,9 @@ def _only(config: configs.Config, names: list[str] | None) -> configs.Config:
     if names is None:
         return config
     if unknown := [name for name in names if name not in config.drafters]:
-        raise InputError(f"--drafter {unknown[0]!r} is not in the config, which has {', '.join(config.drafters)}")
+        raise InputError(
+            f"--drafter {unknown[0]!r} is not in the config, which has {', '.join(map(repr, config.drafters))}"
+        )
     return dataclasses.replace(config, drafters={name: config.drafters[name] for name in names})
 
 

@@ -103,7 +103,10 @@ def _job(args: argparse.Namespace, prompts: list[Prompt]) -> tuple[measure.Job, 
     unroll = True if loading.needs_unrolled(source) else None
     target = loading.load_target(args.target, args.dtype, unroll)
     chosen = {name: getattr(args, name) for name in ("draft_tokens", "greedy_rule")}
-    chosen = dict(map(common.option, args.option or ())) | {k: v for k, v in chosen.items() if v is not None}
+    flags, options = {k: v for k, v in chosen.items() if v is not None}, dict(map(common.option, args.option or ()))
+    for name in flags.keys() & options.keys():
+        raise InputError(f"{name} is given twice, by --{name.replace('_', '-')} and by --option")
+    chosen = flags | options
     drafter = loading.load_drafter(source, target, **chosen)
     rows = [_ids(target, prompt, args) for prompt in prompts]
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed")}
@@ -207,7 +210,13 @@ def _parser() -> common.Parser:
     turns = "prompts are a user's turn, in the target's own template; with ROLE:TEXT, which may be given several times,"
     add("--chat", nargs="?", action="append", metavar="ROLE:TEXT", help=f"{turns} after these messages")
     add("--allow-special", action="store_true", help="control tokens spelled in the text count as such")
-    add("--max-new-tokens", type=number(int, 1), default=256, metavar="N", help="bytes per prompt (default: 256)")
+    add(
+        "--max-new-tokens",
+        type=number(int, 1),
+        default=256,
+        metavar="N",
+        help="bytes, or tokens of a subword model, per prompt (default: 256)",
+    )
     add("--temperature", type=number(float, 1e-3, also=0), default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=number(float, 1e-6, 1), default=1.0, metavar="P", help="keep this share (default: 1, all)")
     add("--top-k", type=number(int, 0, 2**31 - 1), default=0, metavar="K", help="keep K ids (default: 0, all)")

@@ -164,8 +164,9 @@ def _times(report: Mapping[str, Any]) -> str:
 def _histogram(counts: Sequence[int]) -> Table:
     """Bars: the share of target forwards that added 0, 1, 2, ... bytes."""
     total, highest = max(sum(counts), 1), max(*counts, 1)
+    longest = max((i for i, count in enumerate(counts) if count), default=0)
     table = _grid()
-    for length, count in enumerate(counts):
+    for length, count in enumerate(counts[: longest + 1]):
         if length or count:
             _row(table, f"{length:>15}", f"{'█' * round(BAR * count / highest):{BAR}} {count / total:6.1%}")
     return table

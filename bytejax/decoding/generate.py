@@ -279,7 +279,7 @@ def checked_rule(rule: str | None, bonus: str, drafter: Drafter) -> str:
         )
     if rule is not None and rule not in drafter.rules:
         raise InputError(
-            f"acceptance rule {rule!r} does not fit this drafter's samples; {' or '.join(drafter.rules)} do"
+            f"acceptance rule {rule!r} does not fit this drafter's samples; use {' or '.join(map(repr, drafter.rules))}"
         )
     if bonus != "condition" and not drafter.drafts_first:
         raise InputError(f"bonus {bonus!r} needs a drafter that also drafts the byte after the processed ones")

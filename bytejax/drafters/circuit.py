@@ -70,7 +70,7 @@ class CircuitDrafter(Drafter):
         if self.config.width != target.width:
             raise InputError(
                 f"the head takes features of width {self.config.width}, the target has {target.width}: it belongs to "
-                "another target; a head for this one has to be trained, drafter 'none' needs none"
+                "another target; a head for this one has to be trained; pld and others need no training"
             )
         if self.adapter is not None:
             if not isinstance(target, Transformer):

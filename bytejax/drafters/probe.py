@@ -67,7 +67,6 @@ class Probe(Drafter):
         prune: bool = True,
         start: str = "mean",
         least: float = 0.0,
-        lookup: PromptLookup | None = None,
     ) -> "Probe":
         """budget: rows of a block, masks included: (masks + 1) times the nodes. widths: nodes at each depth, 1 + their
         sum times (masks + 1) must be the budget; None for the dynamic tree. Raises InputError.
@@ -77,7 +76,9 @@ class Probe(Drafter):
         check_flag("esp: prune", prune)
         nodes = budget // (masks + 1)
         if nodes < 2:
-            raise InputError(f"esp: budget = {budget} holds no draft; with {masks} masks it must be {2 * (masks + 1)}")
+            raise InputError(
+                f"esp: budget = {budget} holds no draft; with masks = {masks} it is at least {2 * (masks + 1)}"
+            )
         for name, value in (("rate", rate), ("least", least)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise InputError(f"esp: {name} must lie between 0 and 1, got {value!r}")
@@ -92,9 +93,7 @@ class Probe(Drafter):
                     f"esp: widths {list(widths)} make {shape.nodes} nodes of {shape.depth} levels; a budget of "
                     f"{budget} with {masks} masks has {nodes} of at most {masks}"
                 )
-            if lookup is not None:
-                raise InputError("esp: n-gram hits need the dynamic tree; leave widths out")
-        return cls(nodes, masks, shape, float(rate), prune, start, float(least), lookup, nodes - 1)
+        return cls(nodes, masks, shape, float(rate), prune, start, float(least), candidates=nodes - 1)
 
     @property
     def block_width(self) -> int:

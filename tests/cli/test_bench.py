@@ -169,7 +169,7 @@ def test_tables_for_people_and_in_markdown(measured, bench):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--drafter", "hed"], ["--drafter 'hed'", "nothing, head, matched"]),
+        (["--drafter", "hed"], ["--drafter 'hed'", "'nothing', 'head', 'matched'"]),
         (["drafters.new.drafter=nobody"], ["bench.yaml: drafters.new: unknown drafter 'nobody'"]),
         (["drafters.head.masks=2"], ["bench.yaml: drafters.head: drafter option 'masks' is unknown"]),
         (["drafters.nothing.accept=block"], ["bench.yaml: drafters.nothing: acceptance rule 'block'"]),
@@ -181,7 +181,10 @@ def test_tables_for_people_and_in_markdown(measured, bench):
         (["per_category"], ["not of the form key=value"]),
         (["categories=[rag]"], ["has no category 'rag'; it has writing, qa"]),
         (["max_new_tokens=99"], ["no question leaves room for max_new_tokens=99"]),
-        (["--questions", "no.jsonl"], ["no.jsonl: no such file"]),
+        (
+            ["--questions", "no.jsonl"],
+            ["no.jsonl: no such file of Spec-Bench questions", "github.com/hemingkx/Spec-Bench"],
+        ),
         (["--target", "./no"], ["target './no': no such directory"]),
         (["--json", "--markdown"], ["exclude each other"]),
         (["--temperature", "1"], ["unrecognized arguments: --temperature"]),

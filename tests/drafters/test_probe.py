@@ -8,7 +8,6 @@ import pytest
 import bytejax
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters.base import Draft, Outcome, Prompt
-from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.probe import Probe, State, with_lookup
 from bytejax.drafters.text import Text
 from bytejax.models.base import Block, Extended
@@ -133,8 +132,3 @@ def test_other_first_embeddings(start):
         assert float(jnp.abs(state.embedding - table.mean(0)).max()) > 0.1
     drafted = bytejax.generate(target, [ids[0].tolist()], drafter=Probe.create(8, start=start), max_new_tokens=4)
     assert drafted.ids == bytejax.generate(target, [ids[0].tolist()], max_new_tokens=4).ids
-
-
-def test_a_lookup_needs_the_dynamic_tree():
-    with pytest.raises(bytejax.InputError, match="dynamic tree"):
-        Probe.create(10, 1, [4], lookup=PromptLookup.create())
