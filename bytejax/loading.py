@@ -26,7 +26,7 @@ from bytejax.drafters.circuit_tree import CircuitTree
 from bytejax.drafters.eagle import Eagle
 from bytejax.drafters.eagle_head import EagleConfig
 from bytejax.drafters.model import DraftModel
-from bytejax.errors import InputError, input_errors_of
+from bytejax.errors import InputError, check_flag, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
 from bytejax.models.layouts import PANEL
@@ -160,7 +160,7 @@ class _LayerForm:
         return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
 
 
-def load_drafter(source: Path | str, /, target: Target, **options) -> Drafter:
+def load_drafter(source: Path | str, target: Target, /, **options) -> Drafter:
     """A drafter for a target: a name that ships with the demo ("btree-8"), a directory, or one of these:
 
     "none" for one byte at a time; without training, "pld" (prompt lookup), "esp" (embedding-space probing), "pld+esp"
@@ -208,6 +208,7 @@ def _circuit_drafter(
     beam: int | None = None,
     lookup: str | None = None,
 ) -> Drafter:
+    check_flag("merged", merged)
     if adapters is None and merged:
         raise InputError("merged is an option of LoRA drafters; this one has no adapters to merge")
     adapter = None if adapters is None else lora.create(adapters, target, merged)
@@ -218,6 +219,8 @@ def _circuit_drafter(
 def _draft_model(target: Target, source: Path | str | None = None, draft_tokens: int = 4) -> DraftModel:
     if source is None:
         raise InputError("drafter 'model' needs the option source: a target with the same ids to draft with")
+    if not isinstance(source, str | Path):
+        raise InputError(f"drafter 'model': source must name a target, got {source!r}")
     return DraftModel.create(load_target(source, _dtype_name(target)), draft_tokens)
 
 
@@ -389,12 +392,18 @@ def weights_digest(path: Path) -> str:
     )
 
 
+def files_digest(path: Path) -> str:
+    """SHA-256 of all that a checkpoint's results depend on: its weights, config, tokenizer and template."""
+    kinds = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+    return directories.sha256(*([path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(kind))))
+
+
 def drafter_digest(source: Path | str, options: Mapping[str, Any]) -> str | None:
-    """SHA-256 of the weights of a drafter, as `load_drafter` takes it; None for one without."""
+    """`files_digest` of a drafter, as `load_drafter` takes it; None for one without files."""
     if str(source) == "model":
-        return weights_digest(target_path(options["source"]))
+        return files_digest(target_path(options["source"]))
     directory = drafter_directory(source)
-    return None if directory is None else directories.sha256(*sorted(directory.glob("*.safetensors")))
+    return None if directory is None else files_digest(directory)
 
 
 def _dtype_name(target: Target) -> str:

@@ -69,7 +69,8 @@ def _checks(c: Config) -> list[tuple[bool, str]]:
     cold = [t for t in c.temperatures if not (t == 0 or 1e-3 <= t < float("inf"))]
     checks += [(bool(cold), f"temperatures: {cold} must each be 0 or at least 0.001")]
     checks += [(not 1e-6 <= c.top_p <= 1, f"top_p={c.top_p} must be above 0 and at most 1")]
-    checks += [(c.top_k < 0, f"top_k={c.top_k} must not be negative")]
+    checks += [(not 0 <= c.top_k < 2**31, f"top_k={c.top_k} must not be negative, and below 2**31")]
+    checks += [(c.capacity_step > 2**20, f"capacity_step={c.capacity_step} must be at most 2**20")]
     checks += [(not 0 <= c.seed < 2**32, f"seed={c.seed} must be between 0 and 2**32 - 1")]
     checks += [(c.dtype not in DTYPES, f"dtype={c.dtype} is unknown; known: {', '.join(DTYPES)}")]
     return checks

@@ -29,7 +29,7 @@ class Bench:
     """Everything loaded and checked.
 
     layouts: the target as autoregression is timed with it, and as drafters run on it. drafters: by name. rules,
-        weights: the acceptance rule of each, and the hash of its weights.
+        files: the acceptance rule of each, and the hash of its files.
     questions: those that fit the target's context. left_out: how many did not.
     """
 
@@ -38,7 +38,7 @@ class Bench:
     layouts: dict[str, Target]
     drafters: dict[str, Drafter]
     rules: dict[str, str]
-    weights: dict[str, str | None]
+    files: dict[str, str | None]
     questions: list[Question]
     left_out: int
 
@@ -49,7 +49,7 @@ class Bench:
         sources = [entry[SOURCE] for entry in config.drafters.values()]
         unroll = True if any(map(loading.needs_unrolled, sources)) else None
         target = loading.load_target(config.target, config.dtype, unroll)
-        layouts, drafters, rules, weights = target.layouts(), {}, {}, {}
+        layouts, drafters, rules, files = target.layouts(), {}, {}, {}
         for name, entry in config.drafters.items():
             options = {k: v for k, v in entry.items() if k not in (SOURCE, RULE)}
             with input_errors_of(f"{where}: drafters.{name}"):
@@ -57,7 +57,7 @@ class Bench:
                     raise InputError("this is what the target calls a layout of its own; give it another name")
                 drafters[name] = loading.load_drafter(entry[SOURCE], target, **options)
                 rules[name] = checked_rule(entry.get(RULE), "condition", drafters[name])
-                weights[name] = loading.drafter_digest(entry[SOURCE], options)
+                files[name] = loading.drafter_digest(entry[SOURCE], options)
         fits = lambda q: _fits(spec_bench.prompt(target.tokenizer, q.turns[:1], ()), target, config)
         questions = [q for q in asked if fits(q)]
         if not questions:
@@ -65,7 +65,7 @@ class Bench:
                 f"{config.questions}: no question leaves room for max_new_tokens={config.max_new_tokens} "
                 f"in the target's context of {target.context}"
             )
-        return cls(config, target, layouts, drafters, rules, weights, questions, len(asked) - len(questions))
+        return cls(config, target, layouts, drafters, rules, files, questions, len(asked) - len(questions))
 
     def header(self) -> Record:
         """What every record depends on, and with what names it was asked for."""
@@ -74,7 +74,7 @@ class Bench:
         settings = {name: getattr(c, name) for name in names}
         settings |= {"chat": self.target.tokenizer.has_template, "unit": self.target.tokenizer.unit}
         settings |= {
-            "target_sha256": loading.weights_digest(loading.target_path(c.target)),
+            "target_sha256": loading.files_digest(loading.target_path(c.target)),
             "questions_sha256": hashlib.sha256(Path(c.questions).read_bytes()).hexdigest(),
             "bytejax": environment["versions"]["bytejax"],
             "jax": environment["versions"]["jax"],
@@ -84,8 +84,8 @@ class Bench:
         return {"format": FORMAT, "target": c.target, "questions": c.questions, "settings": settings}
 
     def made_of(self, name: str) -> Record:
-        """What a drafter's results depend on beside the header: its entry, and the hash of its weights if any."""
-        return {"settings": self.config.drafters[name], "weights_sha256": self.weights[name]}
+        """What a drafter's results depend on beside the header: its entry, and the hash of its files if any."""
+        return {"settings": self.config.drafters[name], "files_sha256": self.files[name]}
 
     def keys(self) -> list[Key]:
         """What there is to measure."""

@@ -60,12 +60,16 @@ def markdown(rows: Sequence[Summary]) -> list[str]:
         cells = {(s.drafter, s.category): s for s in group}
         names, categories = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
         lines += [f"Temperature {temperature:g}: accept length, and speed against autoregression.", ""]
-        lines += [f"| drafter | {' | '.join(categories)} |", "|---" * (len(categories) + 1) + "|"]
+        lines += [f"| drafter | {' | '.join(map(_in_cell, categories))} |", "|---" * (len(categories) + 1) + "|"]
         for name in names:
             row = (_cell(cells.get((name, category))) for category in categories)
-            lines.append(f"| {name} | {' | '.join(row)} |")
+            lines.append(f"| {_in_cell(name)} | {' | '.join(row)} |")
         lines.append("")
     return lines
+
+
+def _in_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _cell(s: Summary | None) -> str:

@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         report = {**bench.header(), "out": config.out, "questions_left_out": bench.left_out}
         print(json.dumps(report | {"summaries": [dataclasses.asdict(s) for s in rows], "records": found}))
     elif args.markdown:
-        print("\n".join(markdown(rows)))
+        print(render.printable("\n".join(markdown(rows))))
     else:
         _show(render.console(), bench, rows, found)
     return 0
@@ -108,10 +108,10 @@ def _table(rows: list[Summary], temperature: float, unit: str) -> Table:
     for category, group in itertools.groupby(rows, key=lambda s: s.category):
         group = list(group)
         table.add_section()
-        table.add_row(Text(category, render.TITLE))
+        table.add_row(Text(render.printable(category), render.TITLE))
         table.add_row("autoregression", "1.00", *[""] * DEPTHS, "", _number(group[0].autoregression, ".1f"), "1.00")
         for s in group:
-            table.add_row(Text(s.drafter), *_cells(s))
+            table.add_row(Text(render.printable(s.drafter)), *_cells(s))
     return table
 
 

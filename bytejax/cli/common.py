@@ -1,6 +1,7 @@
 """What commands share: exit statuses, numbers in flags, and a cache of compiled programs between runs."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -41,6 +42,15 @@ def run(command: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
+def leave(status: int) -> None:
+    """Ends the process; after an interruption at once, since XLA's threads may not survive the interpreter's end."""
+    if status == INTERRUPTED:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
 def number(kind: Callable[[str], float], least: float, most: float = math.inf, also: float | None = None) -> Callable:
     """An argparse type: a finite int or float from `least` to `most`, or exactly `also`."""
     bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
@@ -65,7 +75,7 @@ def option(text: str, where: str = "--option") -> tuple[str, Any]:
         raise InputError(f"{where} {text!r} is not of the form KEY=VALUE")
     try:
         return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return name, value
 
 

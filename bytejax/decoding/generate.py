@@ -14,7 +14,7 @@ from bytejax.decoding import accept as accept_rules
 from bytejax.decoding import loop
 from bytejax.decoding.logits import make_warp
 from bytejax.drafters.base import Autoregressive, Draft, Drafter
-from bytejax.errors import InputError
+from bytejax.errors import InputError, check_integer
 from bytejax.models.base import Target
 
 FINISH = {loop.RUNNING: "running", loop.STOP: "stop", loop.LENGTH: "length"}
@@ -120,6 +120,8 @@ class Generation:
     ):
         if drafter is not None and not isinstance(drafter, Drafter):
             raise InputError(f"drafter is {drafter!r}; give what load_drafter({drafter!r}, target) returns")
+        check_integer("capacity_step", capacity_step, 1, 2**20)
+        check_integer("seed", seed, 0, 2**32 - 1)
         self._target, self._drafter = target, drafter if drafter is not None else Autoregressive()
         self._drafter.check(target)
         if isinstance(prompts, str | bytes):
@@ -237,6 +239,7 @@ def stream(
     target: Target, prompts: Sequence[str | bytes | Sequence[int]], *, cycles: int = 4, **options
 ) -> Iterator[Result]:
     """Like `generate`, yielding everything so far after the prompts and after every `cycles` cycles, to the end."""
+    check_integer("cycles", cycles, 1)
     generation = Generation(target, prompts, **options)
     yield generation.result()
     while generation.running:

@@ -58,8 +58,8 @@ def make_warp(vocab: int, temperature: float, top_k: int, top_p: float, banned: 
         raise InputError(f"temperature must be 0 or a number of at least 0.001, got {temperature}")
     if not 1e-6 <= top_p <= 1:
         raise InputError(f"top_p must lie between 0.000001 and 1, got {top_p}")
-    if top_k < 0:
-        raise InputError(f"top_k must be >= 0 (0 keeps all), got {top_k}")
+    if not 0 <= top_k < 2**31:
+        raise InputError(f"top_k must be >= 0 (0 keeps all) and below 2**31, got {top_k}")
     mask = np.zeros(vocab, bool)
     for i in banned:
         if not 0 <= i < vocab:

@@ -20,7 +20,7 @@ from bytejax.drafters.base import Draft, Drafter
 from bytejax.drafters.circuit import CircuitDrafter
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_integer
+from bytejax.errors import ROWS, InputError, check_integer
 from bytejax.models.base import Block
 
 BEAM = 16
@@ -57,7 +57,7 @@ class CircuitTree(Drafter):
         hits take at most half of the nodes; None for none. Raises InputError.
         """
         for name, value, least in (("tree", nodes, 2), ("beam", 1 if beam is None else beam, 1)):
-            check_integer(name, value, least)
+            check_integer(name, value, least, ROWS)
         if head.draft_tokens < 1:
             raise InputError("a head with a window of 1 drafts nothing, and so no tree")
         found = None if lookup is None else PromptLookup.create(lookup).within(nodes)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter, Prompt
-from bytejax.errors import check_flag, check_integer
+from bytejax.errors import ROWS, InputError, check_flag, check_integer
 from bytejax.models.base import Block, Target
 
 DIRECT = 4096  # up to so many ids have a place of their own in the pool
@@ -51,8 +51,10 @@ class Lookahead(Drafter):
         blocks of 10, 30 and 60 rows. Raises InputError.
         """
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            check_integer(f"lade: {name}", value, least)
+            check_integer(f"lade: {name}", value, least, ROWS)
         check_flag("lade: from_prompt", from_prompt)
+        if (rows := (ngram - 1) * (window + guesses)) > ROWS:
+            raise InputError(f"lade: blocks of {rows} rows, (ngram - 1) (window + guesses), are more than {ROWS}")
         return cls(ngram, window, guesses, from_prompt, target.vocab if target.vocab <= DIRECT else DIRECT)
 
     @property

@@ -11,7 +11,7 @@ from flax import struct
 
 from bytejax.drafters.base import Draft, Drafter
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_integer
+from bytejax.errors import ROWS, InputError, check_integer
 from bytejax.models.base import Block
 
 
@@ -62,12 +62,12 @@ class PromptLookup(Drafter):
 
         longest, shortest: ids of an n-gram; draft_tokens: K; None for the rule's own. Raises InputError.
         """
-        if rule not in RULES:
+        if not isinstance(rule, str) or rule not in RULES:
             raise InputError(f"unknown rule {rule!r} of prompt lookup; known: {', '.join(RULES)}")
         given = {"longest": longest, "shortest": shortest, "draft_tokens": draft_tokens}
         for name, value in given.items():
             if value is not None:
-                check_integer(f"prompt lookup: {name}", value, 1)
+                check_integer(f"prompt lookup: {name}", value, 1, ROWS)
         chosen = dataclasses.replace(RULES[rule], **{k: v for k, v in given.items() if v is not None})
         if chosen.shortest > chosen.longest:
             raise InputError(f"prompt lookup: shortest = {chosen.shortest} is more than longest = {chosen.longest}")

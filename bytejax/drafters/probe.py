@@ -16,7 +16,7 @@ from bytejax.drafters.base import Draft, Drafter, Prompt, Warp
 from bytejax.drafters.ngram import PromptLookup
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_flag, check_integer, check_integers
+from bytejax.errors import ROWS, InputError, check_flag, check_integer, check_integers
 from bytejax.models.base import Block, Target, newest
 
 STARTS = ("mean", "last", "gaussian", "mu+5", "mu+10")
@@ -72,7 +72,7 @@ class Probe(Drafter):
         sum times (masks + 1) must be the budget; None for the dynamic tree. Raises InputError.
         """
         for name, value in (("budget", budget), ("masks", masks)):
-            check_integer(f"esp: {name}", value, 1)
+            check_integer(f"esp: {name}", value, 1, ROWS)
         check_flag("esp: prune", prune)
         nodes = budget // (masks + 1)
         if nodes < 2:
@@ -86,7 +86,7 @@ class Probe(Drafter):
             raise InputError(f"esp: unknown start {start!r}; known: {', '.join(STARTS)}")
         shape = None
         if widths is not None:
-            check_integers("esp: widths", widths, 1)
+            check_integers("esp: widths", widths, 1, budget)
             shape = shapes.spine(widths)
             if shape.nodes != nodes or shape.depth > masks:
                 raise InputError(

@@ -99,8 +99,8 @@ def likeliest(accuracies: Sequence[Sequence[float]], nodes: int) -> Shape:
         raise InputError(f"nodes = {nodes!r}: a tree has a root and at least one node more")
     try:
         accuracies = [[float(x) for x in depth] for depth in accuracies]
-    except (TypeError, ValueError):
-        raise InputError(f"accuracies are a list of numbers for every depth, got {accuracies!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise InputError("accuracies are a list of numbers for every depth, such as [[0.5, 0.2], [0.3]]") from None
     if not accuracies or not all(depth and all(0 <= x <= 1 for x in depth) for depth in accuracies):
         raise InputError("a tree needs the accuracy of at least one candidate per depth, each from 0 to 1")
     value = lambda path: -float(_product(accuracies[d][rank] for d, rank in enumerate(path)))

@@ -16,7 +16,7 @@ from bytejax.drafters import shapes
 from bytejax.drafters.base import Children, Draft, Drafter, Warp
 from bytejax.drafters.shapes import Shape
 from bytejax.drafters.text import Text
-from bytejax.errors import InputError, check_flag, check_integer, check_integers
+from bytejax.errors import ROWS, InputError, check_flag, check_integer, check_integers
 from bytejax.models.base import Block, Target
 
 # What trees are made from unless told better: a next rank is right a fifth as often, few chains are longer than 12.
@@ -64,8 +64,12 @@ class Stand(Drafter):
         tables start with the prompt's ids, each as certain as can be. accuracies: what the tree is made from
         (`shapes.likeliest`). Raises InputError.
         """
-        for name, value, least in (("budget", budget, 2), ("slots", slots, 1), ("kept", kept, 1)):
-            check_integer(f"stand: {name}", value, least)
+        for name, value, least, most in (
+            ("budget", budget, 2, ROWS),
+            ("slots", slots, 1, 2**24),
+            ("kept", kept, 1, ROWS),
+        ):
+            check_integer(f"stand: {name}", value, least, most)
         check_flag("stand: from_prompt", from_prompt)
         check_integers("stand: orders", orders, 1)
         if max(orders) > (longest := len(MULTIPLIERS)):

@@ -8,13 +8,34 @@ from bytejax.benchmark.records import FORMAT, File, key
 from bytejax.errors import InputError
 
 HEADER = {"format": FORMAT, "target": "t", "settings": {"seed": 0, "max_new_tokens": 8}}
-NONE, PLD = ({"settings": {"drafter": name}, "weights_sha256": None} for name in ("none", "pld"))
+NONE, PLD = ({"settings": {"drafter": name}, "files_sha256": None} for name in ("none", "pld"))
 DRAFTERS = {"a": NONE}
 
 
 def record(question, drafter="a", **changes):
     row = {"temperature": 0.0, "question_id": question, "category": "qa", "drafter": drafter, "tokens": 3}
-    return row | NONE | changes
+    row |= {"from_prompts": 1, "target_forwards": 2, "decode_seconds": 0.5, "accept_histogram": [0, 2]}
+    side = {"tokens": 2, "decode_seconds": 0.4}
+    return row | {"autoregression": {"own": side}, "identical": True, "differences": []} | NONE | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter": [1]},
+        {"question_id": [1]},
+        {"temperature": True},
+        {"tokens": "x"},
+        {"category": 3},
+        {"accept_histogram": ["x"]},
+        {"autoregression": {"own": {}}},
+        {"autoregression": {"own": {"tokens": None, "decode_seconds": 1}}},
+    ],
+)
+def test_damaged_results_are_refused(path, changes):
+    path.write_text(path.read_text() + json.dumps(record(3, **changes)) + "\n")
+    with pytest.raises(InputError, match="line 4 is no result"):
+        File.open(path, HEADER, DRAFTERS)
 
 
 @pytest.fixture
@@ -57,7 +78,7 @@ def test_more_drafters_are_no_other_settings(path):
         ({"settings": {"seed": 0, "max_new_tokens": 9}}, DRAFTERS, "max_new_tokens: 8 -> 9"),
         ({"settings": {"seed": 0}}, DRAFTERS, "max_new_tokens: 8 -> None"),
         ({}, {"a": PLD}, "drafters.a.settings: {'drafter': 'none'} -> {'drafter': 'pld'}"),
-        ({}, {"a": NONE | {"weights_sha256": "ab"}}, "drafters.a.weights_sha256: None -> ab"),
+        ({}, {"a": NONE | {"files_sha256": "ab"}}, "drafters.a.files_sha256: None -> ab"),
     ],
 )
 def test_other_settings_are_refused(path, header, drafters, said):
@@ -72,11 +93,15 @@ def test_other_settings_are_refused(path, header, drafters, said):
     ("text", "said"),
     [
         ("{}\n", "is no file of benchmark results"),
+        (json.dumps(HEADER | {"settings": 3}) + "\n", "is no file of benchmark results"),
         ('{"notes": 1}', "is no file of benchmark results"),
         ("a line without an end", "is no file of benchmark results"),
         ("[1]\n", "line 1 is not a JSON object"),
         (json.dumps(HEADER) + "\nx\n", "line 2 is not JSON"),
-        (json.dumps(HEADER) + '\n{"temperature": 0}\n', "line 2 is no result: it has no category, drafter"),
+        (
+            json.dumps(HEADER) + '\n{"temperature": 0}\n',
+            "line 2 is no result: it has no accept_histogram, autoregression, category",
+        ),
     ],
 )
 def test_files_that_are_none_of_ours(text, said, tmp_path):

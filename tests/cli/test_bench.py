@@ -69,7 +69,7 @@ def test_a_record_per_temperature_question_and_drafter(measured, saved):
         assert set(layouts) == {"panels", "[in, out]"} and min(s["decode_seconds"] for s in layouts.values()) > 0
         assert r["ratio"] == r["tokens_per_second"] / max(s["tokens_per_second"] for s in layouts.values())
         assert r["tokens_per_second"] == pytest.approx((r["tokens"] - turns) / r["decode_seconds"])
-        assert (r["weights_sha256"] is None) == (r["drafter"] == "nothing")
+        assert (r["files_sha256"] is None) == (r["drafter"] == "nothing")
         if r["drafter"] == "nothing":
             assert r["accept_length"] == 1 and r["kept"] == [] and r["drafted"] == 0
     assert max(r["accept_length"] for r in records) > 1
@@ -130,9 +130,9 @@ def test_the_rest_of_an_interrupted_run_is_measured(measured, bench, config, tmp
 
 def test_results_of_other_weights_are_refused(measured, bench, tmp_path):
     """A head trained anew in the same place."""
-    old = [r | {"weights_sha256": "0" * 64} if r.get("drafter") == "head" else r for r in measured]
+    old = [r | {"files_sha256": "0" * 64} if r.get("drafter") == "head" else r for r in measured]
     (tmp_path / "out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in old))
-    is_refused(*bench("--out", tmp_path / "out.jsonl"), "drafters.head.weights_sha256: 0000")
+    is_refused(*bench("--out", tmp_path / "out.jsonl"), "drafters.head.files_sha256: 0000")
 
 
 def test_a_difference_is_told_with_its_gap(measured, bench, config, tmp_path):
