@@ -100,7 +100,7 @@ def test_other_settings_are_refused(path, header, drafters, said):
         (json.dumps(HEADER) + "\nx\n", "line 2 is not JSON"),
         (
             json.dumps(HEADER) + '\n{"temperature": 0}\n',
-            "line 2 is no result: it has no accept_histogram, autoregression, category",
+            "line 2 is no result: it has no accept_histogram, auto",
         ),
     ],
 )
