@@ -116,9 +116,11 @@ def load_target(
 
     def read(target, table, reader, **options):
         form = _LayerForm(type(target), target.config, panels=on_cpu) if unroll else None
-        read = parameters.read(table, reader, DTYPES[dtype], layer_form=form, sharding=sharding, **options)
-        target = target.replace(params=read)
-        return target.unembedding_in_panels(PANEL) if unroll and on_cpu else target
+        outer = _OuterForm(type(target), target.config) if unroll and on_cpu else None
+        forms = {"layer_form": form, "outer_form": outer}
+        return target.replace(
+            params=parameters.read(table, reader, DTYPES[dtype], sharding=sharding, **forms, **options)
+        )
 
     if is_saved_target(path):
         return read(*saved_target(path))
@@ -158,6 +160,18 @@ class _LayerForm:
         others = {field.name: None for field in dataclasses.fields(self.kind)}
         target = self.kind(**others | {"params": alone, "config": self.config})
         return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OuterForm:
+    """The same for the parameters beside the layers, each for itself, where kernels lie in panels."""
+
+    kind: type[Target]
+    config: Any
+
+    def __call__(self, params: Params) -> Params:
+        others = {field.name: None for field in dataclasses.fields(self.kind)}
+        return self.kind(**others | {"params": params, "config": self.config}).unembedding_in_panels(PANEL).params
 
 
 def load_drafter(source: Path | str, target: Target, /, **options) -> Drafter:

@@ -139,6 +139,7 @@ def read(
     reference: bool = False,
     ignored: Sequence[str] = (),
     layer_form: Callable[[Params], Params] | None = None,
+    outer_form: Callable[[Params], Params] | None = None,
     sharding: Callable[[Param], NamedSharding] | None = None,
 ) -> Params:
     """Parameters from a checkpoint, each tensor straight into its destination.
@@ -147,6 +148,7 @@ def read(
 
     dtype: of the parameters; None keeps the checkpoint's. reference, ignored: see `check`, which is made first.
     layer_form: from one layer's parameters, as the table has them, to what takes their place; "layers" is then a tuple.
+    outer_form: the same for every parameter beside the layers alone, {name: array}; only without a sharding.
     sharding: where arrays go, e.g. `sharding_by(mesh, rules)`; every process reads its own part only.
     """
     check(table, reader, reference, ignored)
@@ -154,7 +156,7 @@ def read(
     stack = table.get("layers") if layer_form else None
     whole = flatten({name: x for name, x in table.items() if stack is None or name != "layers"})
     largest_first = sorted(whole, key=lambda name: -math.prod(whole[name].shape))  # while there is most room
-    params = _unflatten({name: source.array(name, whole[name]) for name in largest_first})
+    params = _unflatten({name: source.array(name, whole[name], outer_form) for name in largest_first})
     if stack is None:
         return params
     flat = flatten(stack)
@@ -219,12 +221,12 @@ class _Source:
     dtype: Any
     sharding: Callable[[Param], NamedSharding] | None
 
-    def array(self, name: str, p: Param) -> jax.Array:
-        """A parameter as the table has it."""
+    def array(self, name: str, p: Param, form: Callable[[Params], Params] | None = None) -> jax.Array:
+        """A parameter as the table has it, or in a form of its own."""
         if self.sharding is not None:
             return self._sharded(name, p, self.sharding(p))
         if p.layers is None:
-            return self._arranged({name: p}, None)[name]
+            return flatten(self._arranged({name: p}, None, form=form))[name]
         stack = None
         for i in range(p.layers):
             x = self._arranged({name: p}, i)[name]
