@@ -29,7 +29,7 @@ from bytejax.drafters.model import DraftModel
 from bytejax.errors import InputError, check_flag, input_errors_of
 from bytejax.models import byte_llama, evabyte, llama, lora
 from bytejax.models.base import Target
-from bytejax.models.layouts import PANEL
+from bytejax.models.layouts import LayerForm, OuterForm
 from bytejax.models.transformer import Transformer
 from bytejax.parameters import Params, Table
 
@@ -115,12 +115,11 @@ def load_target(
     sharding = None if mesh is None else parameters.sharding_by(mesh, rules or {})
 
     def read(target, table, reader, **options):
-        form = _LayerForm(type(target), target.config, panels=on_cpu) if unroll else None
-        outer = _OuterForm(type(target), target.config) if unroll and on_cpu else None
-        forms = {"layer_form": form, "outer_form": outer}
-        return target.replace(
-            params=parameters.read(table, reader, DTYPES[dtype], sharding=sharding, **forms, **options)
-        )
+        options |= {"sharding": sharding}
+        if unroll:
+            options |= {"layer_form": LayerForm(type(target), target.config, panels=on_cpu)}
+            options |= {"outer_form": OuterForm(type(target), target.config)} if on_cpu else {}
+        return target.replace(params=parameters.read(table, reader, DTYPES[dtype], **options))
 
     if is_saved_target(path):
         return read(*saved_target(path))
@@ -145,33 +144,6 @@ def saved_target(directory: Path) -> tuple[Target, Table, Reader]:
     extras = {name: kind.load(directory / f"{name}.safetensors") for name, kind in make_target.extras.items()}
     target = make_target(params=None, config=config, tokenizer=tokenizer, **extras)
     return target, table(config), SafetensorsFile(directory / WEIGHTS)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerForm:
-    """From one layer's parameters to how an unrolled target of that kind holds them."""
-
-    kind: type[Target]
-    config: Any
-    panels: bool
-
-    def __call__(self, layer: Params) -> Params:
-        alone = {"layers": jax.tree.map(lambda x: x[None], layer)}
-        others = {field.name: None for field in dataclasses.fields(self.kind)}
-        target = self.kind(**others | {"params": alone, "config": self.config})
-        return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _OuterForm:
-    """The same for the parameters beside the layers, each for itself, where kernels lie in panels."""
-
-    kind: type[Target]
-    config: Any
-
-    def __call__(self, params: Params) -> Params:
-        others = {field.name: None for field in dataclasses.fields(self.kind)}
-        return self.kind(**others | {"params": params, "config": self.config}).unembedding_in_panels(PANEL).params
 
 
 def load_drafter(source: Path | str, target: Target, /, **options) -> Drafter:

@@ -1,14 +1,15 @@
 """The memory layouts of a target whose layers repeat: stacked, one by one, or with kernels in panels."""
 
 import abc
-from typing import ClassVar, Self
+import dataclasses
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from bytejax.models import layers as L  # noqa: N812
 from bytejax.models.base import Target
-from bytejax.parameters import Table
+from bytejax.parameters import Params, Table
 
 PANEL = 64  # outputs in one panel of a kernel, measured on CPUs with AVX-512
 FEW = 8  # rows of a pass that are cheaper with panels than without
@@ -142,3 +143,33 @@ class Layered(Target):
 
     def _with_layers(self, layers) -> Self:
         return self.replace(params=self.params | {"layers": layers})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerForm:
+    """From one layer's parameters to how an unrolled target of that kind holds them, for `parameters.read`."""
+
+    kind: type[Layered]
+    config: Any
+    panels: bool
+
+    def __call__(self, layer: Params) -> Params:
+        target = _with_params(self.kind, self.config, {"layers": jax.tree.map(lambda x: x[None], layer)})
+        return (target.in_panels() if self.panels else target.unrolled()).params["layers"][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterForm:
+    """The same for the parameters beside the layers, each for itself, where kernels lie in panels."""
+
+    kind: type[Layered]
+    config: Any
+
+    def __call__(self, params: Params) -> Params:
+        return _with_params(self.kind, self.config, params).unembedding_in_panels(PANEL).params
+
+
+def _with_params(kind: type[Layered], config: Any, params: Params) -> Layered:
+    """A target of some parameters alone, for its layouts."""
+    others = {field.name: None for field in dataclasses.fields(kind)}
+    return kind(**others | {"params": params, "config": config})
