@@ -38,6 +38,7 @@ from bytejax.training.losses import next_byte_loss
 
 PROMPT_BYTES = 128
 RESAMPLES = 10_000
+PORTION = 100  # prompts at once: the laws of more would not fit into memory
 WARM, TIMED = 4, 32  # cycles
 OF_RUN = ("accept", "bonus")  # settings of a run; the others are the drafter's
 
@@ -107,12 +108,17 @@ def identity(target: Target, variants: list[Variant], args: argparse.Namespace) 
 
 def acceptance(target: Target, variants: list[Variant], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Per variant: accept length; how far each prompt's lies from the first variant's on the same prompt."""
-    prompts = held_out_prompts(args.prompts)
+    prompts, first = held_out_prompts(args.prompts), None
+    portions = [prompts[i : i + PORTION] for i in range(0, len(prompts), PORTION)]
     options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_stop": True}
-    first = None
     for v in variants:
         drafter = v.load(target)
-        result = generate(target.for_blocks(drafter.block_width), prompts, drafter=drafter, **options, **v.run)
+        model = target.for_blocks(drafter.block_width)
+        runs = [
+            generate(model, portion, drafter=drafter, seed=i * PORTION, **options, **v.run)
+            for i, portion in enumerate(portions)
+        ]
+        result = measure.merge(runs)
         free = result.stats.from_prompts // len(prompts)
         lengths = np.array([len(row) - free for row in result.ids]) / np.maximum(result.forwards, 1)
         first = lengths if first is None else first
@@ -123,7 +129,7 @@ def acceptance(target: Target, variants: list[Variant], args: argparse.Namespace
             "beyond_first": interval(lengths - first),
             "histogram": result.stats.accept_histogram,
             "distinct_8grams": measure.distinct(result.ids, 8),
-            "a1": first_acceptance(target, v.name, prompts),
+            "a1": first_acceptance(target, v.name, prompts[:PORTION]),
         }
 
 
